@@ -1,0 +1,33 @@
+"""Train PyTorch models that do not fit: training state sharded over the data-parallel ranks.
+
+The loop, the numbers and the checkpoints stay those of plain PyTorch::
+
+    sw.shard(model, stage=2)
+    optimizer = sw.ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
+    for batch in loader:
+        optimizer.backward(model(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+from __future__ import annotations
+
+from shardwise.errors import ConfigurationError, LayoutError, ShardwiseError
+from shardwise.optimizer import ShardedOptimizer
+from shardwise.options import LossScale, MixedPrecision
+from shardwise.shard import full_gradient, full_parameters, no_sync, shard
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ConfigurationError",
+    "LayoutError",
+    "LossScale",
+    "MixedPrecision",
+    "ShardedOptimizer",
+    "ShardwiseError",
+    "full_gradient",
+    "full_parameters",
+    "no_sync",
+    "shard",
+]

@@ -1,0 +1,30 @@
+"""Every error that shardwise raises on purpose; it does not decide when.
+
+::
+
+    ShardwiseError (RuntimeError)      misuse found while training: the state is as it was before the call
+    |-- ConfigurationError (ValueError)    an argument, or a combination of arguments, that cannot work
+    `-- LayoutError (ValueError)           sizes that cannot be packed into chunks and slices
+
+A message reads ``<what> expected <X> but got <Y> (<where>); <what to do next>.``
+"""
+
+from __future__ import annotations
+
+
+class ShardwiseError(RuntimeError):
+    """A mistake that shardwise refuses before it changes any state."""
+
+
+class ConfigurationError(ShardwiseError, ValueError):
+    """An argument, or a combination of arguments, that cannot work."""
+
+
+class LayoutError(ShardwiseError, ValueError):
+    """Sizes that cannot be packed into chunks and slices."""
+
+
+def mismatch(what: str, *, expected: object, got: object, fix: str, where: str = "") -> str:
+    """Return the one sentence in which every error of the library is phrased."""
+    place = f" ({where})" if where else ""
+    return f"{what} expected {expected} but got {got}{place}; {fix}."

@@ -1,0 +1,17 @@
+"""Geometry of sharding: where parameters lie in chunks, and who owns which part.
+
+Integers only; nothing here knows of tensors, dtypes or processes.
+"""
+
+from shardwise.layout.packing import ChunkLayout, Item, Piece, Slot, pack
+from shardwise.layout.search import choose_capacity, search_chunk_numel
+
+__all__ = [
+    "ChunkLayout",
+    "Item",
+    "Piece",
+    "Slot",
+    "choose_capacity",
+    "pack",
+    "search_chunk_numel",
+]

@@ -1,0 +1,141 @@
+"""Which parameters an optimizer updates, and the pieces that stand for them in its groups.
+
+Every group keeps its dict (schedulers write to it); only ``group["params"]`` changes: it holds the
+pieces that this rank owns, in the order of the parameters, and parameters that are not sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigurationError, mismatch
+from shardwise.layout import Item
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.managed import ManagedParameter, record_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Member:
+    """One parameter of one group."""
+
+    parameter: nn.Parameter
+    record: ManagedParameter | None
+    """None for a parameter that was left out of sharding: it is updated whole, on this rank."""
+
+
+class Binding:
+    """The members of every group, in the order of the original optimizer, and their pieces."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        """Read the groups; ``refresh`` exchanges parameters for pieces."""
+        self._optimizer = optimizer
+        self.groups: list[list[Member]] = []
+        self._pieces: dict[ManagedParameter, nn.Parameter] = {}
+
+    def add_group(self, parameters: list[nn.Parameter]) -> None:
+        """Bind the parameters of the next group."""
+        self.groups.append([Member(p, record_of(p)) for p in parameters])
+
+    def members(self) -> Iterator[Member]:
+        """Yield every parameter in index order (the order of a plain state dict)."""
+        for group in self.groups:
+            yield from group
+
+    def records(self) -> list[ManagedParameter]:
+        """Return the records of all sharded members."""
+        return [m.record for m in self.members() if m.record is not None]
+
+    def left_out(self) -> list[nn.Parameter]:
+        """Return the members that are not sharded."""
+        return [m.parameter for m in self.members() if m.record is None]
+
+    def engines(self) -> list[Engine]:
+        """Return the engines of all members, in order of first appearance."""
+        return list({record.engine: None for record in self.records()})
+
+    def piece(self, record: ManagedParameter) -> nn.Parameter | None:
+        """Return what the optimizer sees of a parameter on this rank."""
+        return self._pieces.get(record)
+
+    def refresh(self) -> None:
+        """Make pieces where they are missing or their slice was replaced, and set the groups."""
+        state = self._optimizer.state
+        for record in self.records():
+            if record.piece is None:
+                continue
+            known = self._pieces.get(record)
+            update_S = record.chunk.update_S
+            storage = update_S.untyped_storage()._cdata
+            if known is not None and known.untyped_storage()._cdata == storage:
+                continue
+            piece = make_piece(record, update_S)
+            self._pieces[record] = piece
+            if known is not None and known in state:
+                state[piece] = state.pop(known)
+        for group, members in zip(self._optimizer.param_groups, self.groups, strict=True):
+            group["params"] = self.visible(members)
+
+    def visible(self, members: list[Member]) -> list[Any]:
+        """Return the pieces and left-out parameters of some members."""
+        return [
+            tensor
+            for tensor in (
+                m.parameter if m.record is None else self._pieces.get(m.record) for m in members
+            )
+            if tensor is not None
+        ]
+
+
+def make_piece(record: ManagedParameter, slice_S: torch.Tensor) -> nn.Parameter:
+    """Return the optimizer's view of a parameter's piece: 1-D, or shaped if never cut."""
+    return nn.Parameter(shape_piece(record, slice_S).detach())
+
+
+def shape_piece(record: ManagedParameter, slice_S: torch.Tensor) -> torch.Tensor:
+    """Return the owned piece in a slice, with the parameter's shape where its atom is the whole."""
+    piece = record.piece
+    assert piece is not None
+    if is_whole_atom(record):
+        start = slice_S.storage_offset() + piece.slice_start
+        return slice_S.as_strided(record.shape, record.stride, start)
+    return slice_S.narrow(0, piece.slice_start, piece.numel)
+
+
+def is_whole_atom(record: ManagedParameter) -> bool:
+    """Return whether the parameter may never be cut."""
+    return Item(index=0, numel=record.numel, atom_numel=record.atom_numel).is_whole
+
+
+def check_members(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:
+    """Return the parameters of every group, or refuse groups that cannot be bound."""
+    groups: list[list[nn.Parameter]] = []
+    seen: set[torch.Tensor] = set()
+    for number, group in enumerate(optimizer.param_groups):
+        members = list(group["params"])
+        for parameter in members:
+            if not isinstance(parameter, nn.Parameter):
+                raise ConfigurationError(
+                    mismatch(
+                        f"param_groups[{number}]",
+                        expected="nn.Parameter objects",
+                        got=f"a {type(parameter).__name__} of shape {tuple(parameter.shape)}",
+                        fix="make it an nn.Parameter of the model",
+                    )
+                )
+            if parameter in seen:
+                raise ConfigurationError(
+                    mismatch(
+                        f"param_groups[{number}]",
+                        expected="every parameter once",
+                        got=f"one of shape {tuple(parameter.shape)} a second time",
+                        fix="list each parameter in one group",
+                    )
+                )
+            seen.add(parameter)
+        groups.append(members)
+    return groups

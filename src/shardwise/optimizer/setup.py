@@ -1,0 +1,208 @@
+"""Decide, for the parameters of an optimizer, whether a sharded module or the optimizer shards them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.errors import ConfigurationError, mismatch
+from shardwise.optimizer.atoms import Atom, atoms_of, choose_atom
+from shardwise.optimizer.binding import Binding, check_members
+from shardwise.options import MixedPrecision
+from shardwise.runtime.build import PackingPolicy, check_parameters
+from shardwise.runtime.engine import Engine, EngineOptions
+from shardwise.runtime.managed import record_of
+from shardwise.runtime.topology import make_topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetUp:
+    """How to shard parameters that no sharded module manages."""
+
+    stage: int | None
+    """0, 1 or 2; None: every parameter must be managed already."""
+    mesh: DeviceMesh | None = None
+    """The ranks."""
+    shard_size: int | None = None
+    """Short form of the hybrid mesh."""
+    mixed_precision: MixedPrecision | None = None
+    """Dtypes and masters."""
+    chunk_bytes: int | None = None
+    """Capacity of a chunk."""
+    atom: Atom | None = None
+    """What a cut may not split."""
+    leaves_stand_ins: bool = True
+    """Mark reduced gradients in ``parameter.grad``."""
+
+    def given(self) -> list[str]:
+        """Return the names of settings that only matter for unmanaged parameters."""
+        names = ("stage", "mesh", "shard_size", "mixed_precision", "chunk_bytes")
+        return [name for name in names if getattr(self, name) is not None]
+
+
+def set_up(optimizer: torch.optim.Optimizer, options: SetUp) -> Binding:
+    """Check an optimizer and bind its parameters to engines; pieces are not made yet.
+
+    Raises:
+        ConfigurationError: Before anything is changed.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(
+            mismatch(
+                "optimizer",
+                expected="an instance of torch.optim.Optimizer",
+                got=repr(optimizer)[:80],
+                fix="write ShardedOptimizer(torch.optim.AdamW(model.parameters(), ...))",
+            )
+        )
+    if isinstance(getattr(optimizer, "_binding", None), Binding):
+        raise ConfigurationError(
+            mismatch(
+                "optimizer",
+                expected="a plain optimizer",
+                got="a ShardedOptimizer",
+                fix="wrap it once",
+            )
+        )
+    atom = choose_atom(optimizer, options.atom)
+    groups = check_members(optimizer)
+    parameters = [parameter for group in groups for parameter in group]
+    if any(record_of(parameter) is not None for parameter in parameters):
+        _check_managed(parameters, options)
+        _check_atoms(parameters, atom)
+    else:
+        _check_stage(options)
+        _make_engine(parameters, _names(groups), atom, options)
+    binding = Binding(optimizer)
+    for group in groups:
+        binding.add_group(group)
+    return binding
+
+
+def bind_group(
+    optimizer: torch.optim.Optimizer, binding: Binding, param_group: dict[str, Any], options: SetUp
+) -> None:
+    """Check and add one group to the optimizer and its binding."""
+    given = param_group.get("params")
+    parameters = [given] if isinstance(given, torch.Tensor) else list(given or ())
+    parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
+    known = {member.parameter for member in binding.members()}
+    for parameter in parameters:
+        if not isinstance(parameter, nn.Parameter) or parameter in known:
+            raise ConfigurationError(
+                mismatch(
+                    "add_param_group",
+                    expected="nn.Parameter objects that are in no group yet",
+                    got=f"a {type(parameter).__name__} of shape {tuple(parameter.shape)}",
+                    fix="list each parameter in one group",
+                )
+            )
+        known.add(parameter)
+    atom = choose_atom(optimizer, options.atom)
+    unmanaged = [p for p in parameters if record_of(p) is None]
+    if options.stage is None:
+        engines = binding.engines()
+        _check_foreign(unmanaged, engines)
+        _check_atoms(parameters, atom)
+    elif unmanaged:
+        check_parameters(
+            [(f"group {len(binding.groups)}: {i}", p) for i, p in enumerate(unmanaged)]
+        )
+    optimizer.add_param_group({**param_group, "params": list(parameters)})
+    if options.stage is not None and unmanaged:
+        names = [f"group {len(binding.groups)}: {i}" for i in range(len(unmanaged))]
+        _make_engine(unmanaged, names, atom, options)
+    binding.add_group(parameters)
+
+
+def _names(groups: Sequence[Sequence[nn.Parameter]]) -> list[str]:
+    """Name parameters of which only the place in the optimizer is known."""
+    return [
+        f"param_groups[{g}]['params'][{i}]"
+        for g, group in enumerate(groups)
+        for i in range(len(group))
+    ]
+
+
+def _check_stage(options: SetUp) -> None:
+    """Require a stage for parameters that no module shards."""
+    if options.stage is None:
+        raise ConfigurationError(
+            mismatch(
+                "stage",
+                expected="0, 1 or 2, since no parameter belongs to a sharded module",
+                got=None,
+                fix="call shardwise.shard(model, stage=...) first, or pass stage= here",
+            )
+        )
+
+
+def _check_managed(parameters: Sequence[nn.Parameter], options: SetUp) -> None:
+    """Refuse settings and parameters that do not belong beside a sharded module."""
+    if options.given():
+        raise ConfigurationError(
+            mismatch(
+                "ShardedOptimizer",
+                expected="these settings from shardwise.shard",
+                got=", ".join(options.given()),
+                fix="drop them here",
+            )
+        )
+    engines = list({r.engine: None for r in map(record_of, parameters) if r is not None})
+    _check_foreign([p for p in parameters if record_of(p) is None], engines)
+
+
+def _check_foreign(unmanaged: Sequence[nn.Parameter], engines: Sequence[Engine]) -> None:
+    """Refuse parameters that are neither sharded nor left out of sharding on purpose."""
+    for parameter in unmanaged:
+        if not any(parameter in engine.left_out for engine in engines):
+            raise ConfigurationError(
+                mismatch(
+                    "optimizer",
+                    expected="parameters of sharded modules",
+                    got=f"one of shape {tuple(parameter.shape)} that no sharded module has",
+                    fix="shard its module too, or give it an optimizer of its own",
+                )
+            )
+
+
+def _check_atoms(parameters: Sequence[nn.Parameter], atom: Atom) -> None:
+    """Pack again where the optimizer needs coarser cuts than the chunks have."""
+    wanted = atoms_of(parameters, atom)
+    by_engine: dict[Engine, dict[nn.Parameter, int]] = {}
+    for parameter, numel in wanted.items():
+        record = record_of(parameter)
+        if record is not None and record.atom_numel != numel:
+            by_engine.setdefault(record.engine, {})[parameter] = numel
+    for engine, atoms in by_engine.items():
+        kept = {r.parameter: r.atom_numel for r in engine.records if r.atom_numel > 1}
+        engine.repack({**kept, **atoms})
+
+
+def _make_engine(
+    parameters: Sequence[nn.Parameter], names: Sequence[str], atom: Atom, options: SetUp
+) -> Engine:
+    """Shard parameters of which the model is not known."""
+    assert options.stage is not None
+    named = list(zip(names, parameters, strict=True))
+    device = check_parameters(named)
+    topology = make_topology(
+        stage=options.stage, device=device, mesh=options.mesh, shard_size=options.shard_size
+    )
+    return Engine(
+        named,
+        topology,
+        EngineOptions(
+            stage=options.stage,
+            packing=PackingPolicy(
+                precision=options.mixed_precision, chunk_bytes=options.chunk_bytes
+            ),
+            leaves_stand_ins=options.leaves_stand_ins,
+        ),
+        atoms=atoms_of(parameters, atom),
+    )

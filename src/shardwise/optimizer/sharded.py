@@ -1,0 +1,461 @@
+"""The public optimizer: plain torch outside, pieces of chunks inside.
+
+Life of a step: settle (finish what is not reduced) -> measure (norm, finiteness, weights) -> skip, or
+update chunk by chunk (``stepping``) while updated chunks travel (``runtime.publisher``).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
+from shardwise.optimizer.atoms import Atom
+from shardwise.optimizer.binding import Binding
+from shardwise.optimizer.gradients import check_clip, check_weight, clip_coefficient
+from shardwise.optimizer.setup import SetUp, bind_group, set_up
+from shardwise.optimizer.state import StateExchange
+from shardwise.optimizer.stepping import Factors, Stepper
+from shardwise.options import LossScale, MixedPrecision
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.loss_scaling import LossScaler
+from shardwise.runtime.norms import check_norm_type, global_norm, held_runs
+
+logger = logging.getLogger(__name__)
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Any ``torch.optim`` optimizer, run on the pieces of parameters that this rank owns.
+
+    It shares the wrapped optimizer's ``param_groups`` dicts and ``state``, so schedulers made before
+    or after act on both. For parameters of a module that ``shard`` was called on everything comes
+    from there. Otherwise ``stage`` is required and the parameters are sharded here, without touching
+    the model's modules: the ZeRO-1/2 optimizer.
+
+    Args:
+        optimizer: An instance; it is changed in place. State that it already has is sharded.
+        stage: 0, 1 or 2, for parameters that are not sharded yet.
+        mesh: As in ``shard``, for parameters that are not sharded yet.
+        shard_size: As in ``shard``, for parameters that are not sharded yet.
+        clip_grad_norm: Clip the global gradient norm to this at every step.
+        norm_type: The p of that norm, positive or inf.
+        mixed_precision: As in ``shard``, for parameters that are not sharded yet.
+        chunk_bytes: As in ``shard``, for parameters that are not sharded yet.
+        atom: What a cut over ranks may not split: "element", "parameter" or a number of elements.
+            Default: "parameter" for Muon and Adafactor, else "element".
+
+    Raises:
+        ConfigurationError: Before anything is changed, on all ranks alike.
+
+    Collectives: none for sharded parameters; those of ``shard`` for others.
+
+    Example:
+        >>> import torch, shardwise as sw
+        >>> model = sw.shard(torch.nn.Linear(4, 1), stage=2)
+        >>> optimizer = sw.ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> optimizer.backward(model(torch.ones(2, 4)).mean())
+        >>> optimizer.step()
+        >>> optimizer.grad_norm > 0
+        True
+
+    Source: Rajbhandari et al., ZeRO, 2020, sections 5.1 and 5.2.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        stage: int | None = None,
+        mesh: DeviceMesh | None = None,
+        shard_size: int | None = None,
+        clip_grad_norm: float | None = None,
+        norm_type: float = 2.0,
+        mixed_precision: MixedPrecision | None = None,
+        chunk_bytes: int | None = None,
+        atom: Atom | None = None,
+    ) -> None:
+        self._max_norm = check_clip(clip_grad_norm)
+        self._norm_type = check_norm_type(norm_type)
+        options = SetUp(
+            stage=stage,
+            mesh=mesh,
+            shard_size=shard_size,
+            mixed_precision=mixed_precision,
+            chunk_bytes=chunk_bytes,
+            atom=atom,
+        )
+        self._become(optimizer, set_up(optimizer, options), options)
+
+    def _become(self, inner: torch.optim.Optimizer, binding: Binding, options: SetUp) -> None:
+        """Take over the wrapped optimizer's groups and state."""
+        self._is_ready = False
+        super().__init__(inner.param_groups, inner.defaults)
+        self._is_ready = True
+        earlier = inner.state_dict() if inner.state else None
+        inner.state.clear()
+        self._inner = inner
+        self._set_up = options
+        self._binding = binding
+        binding.refresh()
+        self._stepper = Stepper(inner, binding)
+        self._share()
+        engines = binding.engines()
+        precision = next((e.precision for e in engines if e.precision is not None), None)
+        scale = precision.loss_scale if precision is not None else LossScale()
+        self._scaler = LossScaler(scale) if any(e.is_scaled for e in engines) else None
+        self.last_step_skipped = False
+        self._norm: float = 0.0
+        self._clipped_norm: float | None = None
+        if earlier is not None:
+            self.load_state_dict(earlier)
+
+    def _share(self) -> None:
+        """Show the wrapped optimizer's groups and state as one's own."""
+        self.param_groups = self._inner.param_groups
+        self.state = self._inner.state
+        self.defaults = self._inner.defaults
+
+    # ------------------------------------------------------------------ what a user reads
+
+    @property
+    def grad_norm(self) -> float:
+        """Global gradient norm of the last step, before clipping; inf or nan if it was skipped."""
+        return self._norm
+
+    @property
+    def loss_scale(self) -> float:
+        """Scale of the next loss; 1.0 unless gradients are float16."""
+        return 1.0 if self._scaler is None else self._scaler.scale
+
+    def unwrap(self) -> torch.optim.Optimizer:
+        """Return the wrapped optimizer."""
+        return self._inner
+
+    def held_storages(self) -> dict[str, list[torch.Tensor]]:
+        """Return the tensors whose storages this rank holds, by purpose, for accounting."""
+        held: dict[str, list[torch.Tensor]] = {}
+        for engine in self._binding.engines():
+            for purpose, tensors in engine.tensors().items():
+                held.setdefault(purpose, []).extend(tensors)
+        left_out = self._binding.left_out()
+        held.setdefault("parameters", []).extend(left_out)
+        held.setdefault("gradients", []).extend(p.grad for p in left_out if p.grad is not None)
+        held["optimizer_state"] = [
+            value
+            for entry in self._inner.state.values()
+            for value in entry.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        return held
+
+    # ------------------------------------------------------------------ gradients
+
+    def backward(
+        self, loss: torch.Tensor, *, weight: float | None = None, retain_graph: bool = False
+    ) -> None:
+        """Compute and reduce gradients of a scalar loss.
+
+        Args:
+            loss: A scalar on this rank; multiplied by the loss scale under float16.
+            weight: For a loss that is a *sum*: over how many tokens (or samples). At ``step``
+                gradients are divided by the sum of all weights over ranks and micro-batches.
+            retain_graph: As in torch.
+
+        Raises:
+            ConfigurationError: The weight is negative or not finite.
+            ShardwiseError: Weighted and unweighted passes are mixed in one step.
+
+        Collectives: a reduce-scatter per chunk, begun during the pass, and one agreement; none
+        inside ``no_sync``.
+        """
+        weights = self._weights_after(weight)
+        scale = self._scale_for_backward()
+        for engine in self._binding.engines():
+            engine.gradient_scale = scale
+            if weights is not None:
+                engine.weigh(weights)
+        scaled = loss if scale == 1.0 else loss.float() * scale
+        self._run(partial(scaled.backward, retain_graph=retain_graph))
+
+    def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
+        """Compute and reduce gradients from a gradient of ``tensor`` that came from elsewhere.
+
+        Args:
+            tensor: Output of a pipeline stage, any shape.
+            grad: Its gradient, already multiplied by this optimizer's loss scale.
+
+        Collectives: as ``backward``.
+        """
+        scale = self._scale_for_backward()
+        for engine in self._binding.engines():
+            engine.gradient_scale = scale
+        self._run(partial(torch.autograd.backward, tensor, grad))
+
+    def _run(self, run: Callable[[], None]) -> None:
+        """Run a backward pass that every engine knows of."""
+        self._clipped_norm = None
+        for engine in self._binding.engines():
+            run = partial(engine.reducer.backward, run)
+        run()
+
+    def _scale_for_backward(self) -> float:
+        """Return the scale of this step's losses: the one that held gradients already have."""
+        engines = self._binding.engines()
+        for engine in engines:
+            if engine.has_gradients and self._scaler is not None:
+                return engine.gradient_scale
+        return self.loss_scale
+
+    def _weights_after(self, weight: float | None) -> float | None:
+        """Check a weight against the passes before it in this step."""
+        value = check_weight(weight)
+        for engine in self._binding.engines():
+            if engine.has_gradients and (engine.local_weight is None) != (value is None):
+                raise ShardwiseError(
+                    mismatch(
+                        "backward(weight=)",
+                        expected="a weight for all passes of a step, or for none",
+                        got="both",
+                        fix="pass weight= every time, or call zero_grad() first",
+                    )
+                )
+        return value
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank alone, as ``shardwise.no_sync``; nests."""
+        with ExitStack() as stack:
+            for engine in self._binding.engines():
+                stack.enter_context(engine.no_sync())
+            yield
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of this optimizer's parameters, reduced or not.
+
+        Also recovers from a backward pass that ended in an error. Args as in torch.
+        """
+        self._clipped_norm = None
+        by_engine: dict[Engine, list[Any]] = {e: [] for e in self._binding.engines()}
+        for record in self._binding.records():
+            by_engine[record.engine].append(record)
+        for engine, records in by_engine.items():
+            engine.zero_grad(records, set_to_none=set_to_none)
+        for parameter in self._binding.left_out():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """Scale gradients so that their global norm is at most ``max_norm``, as torch does.
+
+        Returns:
+            The norm before clipping, a 0-dim float32 tensor, equal on all ranks.
+
+        Collectives: those of ``step`` before its update.
+        """
+        order = check_norm_type(norm_type)
+        limit = check_clip(max_norm)
+        self._settle()
+        norm, divisors = self._measure(order)
+        if limit is not None and math.isfinite(norm):
+            factors = Factors(dict.fromkeys(divisors, 1.0), clip_coefficient(norm, limit))
+            with torch.no_grad():
+                for engine in divisors:
+                    records = [r for r in self._binding.records() if r.engine is engine]
+                    for run in held_runs(records):
+                        factors.apply_(run, engine)
+                for gradient in self._left_out_gradients():
+                    gradient.mul_(clip_coefficient(norm, limit))
+        self._clipped_norm = norm
+        return torch.tensor(norm, dtype=torch.float32)
+
+    # ------------------------------------------------------------------ the update
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update every parameter that some rank has a gradient for.
+
+        A step with a non-finite gradient on any rank is skipped on all: parameters, masters and
+        state keep every bit, gradients are dropped, ``last_step_skipped`` is True. Under float16
+        the loss scale follows.
+
+        Args:
+            closure: Run first, with gradients enabled; its result is returned.
+
+        Raises:
+            ShardwiseError: Inside ``no_sync``, or after a backward pass that ended in an error.
+
+        Collectives: an agreement, the norm, and an all-gather per updated chunk, which the first use
+        of its parameters waits for.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._settle()
+        self.last_step_skipped = False
+        norm, divisors = self._measure(self._norm_type)
+        self._norm = norm if self._clipped_norm is None else self._clipped_norm
+        has_gradients = self._has_gradients()
+        overflowed = not math.isfinite(norm) or any(d == 0 for d in divisors.values())
+        if self._scaler is not None and has_gradients:
+            self._scaler.update(overflowed=overflowed)
+        if overflowed:
+            self._skip(norm)
+            return loss
+        coefficient = 1.0 if self._max_norm is None else clip_coefficient(norm, self._max_norm)
+        factors = Factors(divisors, coefficient)
+        self._scale_left_out(divisors, coefficient)
+        self._binding.refresh()
+        try:
+            self._stepper.step(factors)
+        finally:
+            for engine in divisors:
+                if not engine.options.knows_model:
+                    engine.settle_parameters()
+        return loss
+
+    def _settle(self) -> None:
+        """Bring gradients and parameters to rest on all ranks."""
+        for engine in self._binding.engines():
+            if not engine.reducer.is_synchronising:
+                raise ShardwiseError(
+                    mismatch(
+                        "step",
+                        expected="a call outside no_sync",
+                        got="one inside",
+                        fix="leave no_sync() first; the gradients are then reduced",
+                    )
+                )
+        for engine in self._binding.engines():
+            engine.reducer.settle()
+            engine.settle_parameters()
+            engine.refresh_changed_masters()
+
+    def _measure(self, order: float) -> tuple[float, dict[Engine, float]]:
+        """Return the global norm of true gradients and every engine's divisor."""
+        divisors: dict[Engine, float] = {}
+        norms: list[float] = []
+        engines = self._binding.engines()
+        left_out = self._left_out_gradients() if self._binding.left_out() else None
+        for engine in engines:
+            divisors[engine] = engine.gradient_divisor()
+            records = [r for r in self._binding.records() if r.engine is engine]
+            copied = left_out if engine is engines[0] else None
+            raw = global_norm(held_runs(records), copied, order=order, topology=engine.topology)
+            norms.append(raw / divisors[engine] if divisors[engine] else math.nan)
+        if len(norms) == 1:
+            return norms[0], divisors
+        if math.isinf(order):
+            return max(norms, default=0.0), divisors
+        return sum(norm**order for norm in norms) ** (1 / order), divisors
+
+    def _left_out_gradients(self) -> list[torch.Tensor]:
+        """Return the local gradients of parameters that are not sharded."""
+        return [p.grad for p in self._binding.left_out() if p.grad is not None]
+
+    def _has_gradients(self) -> bool:
+        """Return whether the step has anything to update."""
+        return any(r.is_held for r in self._binding.records()) or bool(self._left_out_gradients())
+
+    def _scale_left_out(self, divisors: dict[Engine, float], coefficient: float) -> None:
+        """Unscale and clip local gradients in place."""
+        divisor = next(iter(divisors.values()), 1.0)
+        for gradient in self._left_out_gradients():
+            if divisor != 1.0:
+                gradient.div_(divisor)
+            if coefficient != 1.0:
+                gradient.mul_(coefficient)
+
+    def _skip(self, norm: float) -> None:
+        """Leave everything as it was and drop the gradients."""
+        self.last_step_skipped = True
+        logger.warning(
+            "step skipped: gradient norm is %s; loss scale is now %g", norm, self.loss_scale
+        )
+        self.zero_grad()
+
+    # ------------------------------------------------------------------ groups, state, masters
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as in torch; its parameters are sharded like the others.
+
+        Raises:
+            ConfigurationError: A parameter is already in a group, or belongs to no sharded module.
+
+        Collectives: those of ``shard`` where the parameters are not sharded yet.
+        """
+        if not self._is_ready:
+            super().add_param_group(param_group)
+            return
+        bind_group(self._inner, self._binding, param_group, self._set_up)
+        self._binding.refresh()
+        self._share()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state in the format of the wrapped optimizer, on every rank.
+
+        ``state`` is keyed by parameter index, with CPU tensors of the parameters' shapes, and loads
+        into a plain optimizer. Loss scaling and float32 masters, where they exist, are added under
+        ``"shardwise"``, which plain optimizers ignore.
+
+        Collectives: one exchange of names, one all-gather per chunk and state tensor.
+        """
+        return self._exchange().full()
+
+    def state_dict_shards(self, max_shard_bytes: int) -> Iterator[dict[int, dict[str, Any]]]:
+        """Yield ``state`` of ``state_dict`` in parts, each at most this large.
+
+        A part that holds one parameter alone may be larger. Collectives: as ``state_dict``, spread
+        over the iteration: all ranks must iterate to the end.
+        """
+        if max_shard_bytes < 1:
+            raise ConfigurationError(
+                mismatch(
+                    "max_shard_bytes", expected="at least 1", got=max_shard_bytes, fix="pass bytes"
+                )
+            )
+        return self._exchange().in_shards(max_shard_bytes)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a whole state: from ``state_dict`` at any world size, or from a plain optimizer.
+
+        Raises:
+            ConfigurationError: Groups or shapes do not match; nothing is changed.
+        """
+        groups = self._inner.param_groups
+        local = self._exchange().localise(state_dict)
+        self._inner.load_state_dict(local)
+        for kept, loaded in zip(groups, self._inner.param_groups, strict=True):
+            kept.clear()
+            kept.update(loaded)
+        self._inner.param_groups = groups
+        self._share()
+        extra = state_dict.get("shardwise", {})
+        if self._scaler is not None and extra.get("loss_scaler") is not None:
+            self._scaler.load_state_dict(extra["loss_scaler"])
+        self._exchange().load_masters(extra.get("masters", {}))
+
+    def _exchange(self) -> StateExchange:
+        """Return the translator between pieces and whole state."""
+        return StateExchange(self._inner, self._binding, self._scaler)
+
+    def refresh_master_parameters(self) -> None:
+        """Take float32 masters from the working parameters.
+
+        Needed after values were written behind autograd's back (``parameter.data``); writes that
+        autograd sees, such as ``load_state_dict``, are noticed by the next step. Collectives: none.
+        """
+        with torch.no_grad():
+            for engine in self._binding.engines():
+                engine.settle_parameters()
+                engine.refresh_changed_masters(everything=True)

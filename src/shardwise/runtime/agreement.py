@@ -1,0 +1,85 @@
+"""Agree with the other ranks on small sets of facts, such as which parameters were used.
+
+A set is a Python integer used as a bit mask. In the usual case all ranks hold the same set, which one
+all-reduce of a few numbers shows; only when they differ are the bits themselves exchanged.
+
+A rank that ends a backward pass and a rank that already stands at ``step`` meet in the same call:
+the second then knows that it must take part in the reduction of the first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.runtime.collectives import all_reduce_scalars
+from shardwise.runtime.topology import Topology
+
+_PRIME = 2**61 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What all ranks said together."""
+
+    mask: int
+    """Union of the sets of the ranks that said the prevailing thing."""
+    is_finishing: bool
+    """Some rank ends a backward pass; if so, ``mask`` is about that."""
+
+
+def agree(
+    topology: Topology,
+    *,
+    device: torch.device,
+    num_bits: int,
+    finishing_mask: int | None = None,
+    step_mask: int = 0,
+) -> Verdict:
+    """Return the union of the ranks' masks; ranks that finish a backward pass prevail.
+
+    Args:
+        topology: The ranks that must agree.
+        device: Where the exchanged numbers lie.
+        num_bits: Length of every mask, equal on all ranks.
+        finishing_mask: This rank's facts at the end of a backward pass, None at a step.
+        step_mask: This rank's facts at a step.
+
+    Collectives: one all-reduce of five numbers per axis; one of ``num_bits`` bytes if ranks differ.
+    """
+    is_finishing = finishing_mask is not None
+    finish = finishing_mask or 0
+    if topology.size == 1:
+        return Verdict(finish if is_finishing else step_mask, is_finishing)
+    prints = (finish % _PRIME, step_mask % _PRIME)
+    numbers = torch.tensor(
+        [prints[0], -prints[0], prints[1], -prints[1], int(is_finishing)],
+        dtype=torch.int64,
+        device=device,
+    )
+    high, low, step_high, step_low, any_finishing = all_reduce_scalars(
+        numbers, topology.axes, maximum=True
+    ).tolist()
+    mask, differs = (finish, high != -low) if any_finishing else (step_mask, step_high != -step_low)
+    if differs:
+        mask = _union(mask, num_bits, topology, device)
+    return Verdict(mask, bool(any_finishing))
+
+
+def fingerprints_agree(fingerprint: int, topology: Topology, device: torch.device) -> bool:
+    """Return, on all ranks alike, whether every rank passed the same number."""
+    number = fingerprint % _PRIME
+    numbers = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    high, low = all_reduce_scalars(numbers, topology.axes, maximum=True).tolist()
+    return high == -low
+
+
+def _union(mask: int, num_bits: int, topology: Topology, device: torch.device) -> int:
+    """Exchange the bits themselves."""
+    data = bytearray(mask.to_bytes((num_bits + 7) // 8, "little"))
+    bits = torch.tensor(
+        [data[i // 8] >> (i % 8) & 1 for i in range(num_bits)], dtype=torch.uint8, device=device
+    )
+    merged = all_reduce_scalars(bits, topology.axes, maximum=True).tolist()
+    return sum(1 << i for i, bit in enumerate(merged) if bit)

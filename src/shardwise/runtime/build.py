@@ -1,0 +1,241 @@
+"""Check parameters, pack them into chunks and give every rank the first rank's values.
+
+One chunk at a time: the original storage of a parameter is free as soon as its chunk is packed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedTensorMixin
+
+from shardwise.errors import ConfigurationError, mismatch
+from shardwise.layout import ChunkLayout, Item, choose_capacity, pack
+from shardwise.options import FLOATING_DTYPES, HALF_DTYPES, MixedPrecision
+from shardwise.runtime.agreement import fingerprints_agree
+from shardwise.runtime.chunk import Chunk
+from shardwise.runtime.collectives import broadcast_from_first, slice_of
+from shardwise.runtime.managed import ManagedParameter, record_of
+from shardwise.runtime.topology import Topology
+
+ALIGNMENT_BYTES = 64
+"""Slots start where torch's own allocations would: kernels then take the same path, to the bit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackingPolicy:
+    """What packing depends on besides the parameters."""
+
+    precision: MixedPrecision | None
+    """Dtypes and master weights; None keeps every parameter's dtype and makes no masters."""
+    keep_dtype: frozenset[nn.Parameter] = frozenset()
+    """Parameters that ``param_dtype`` does not apply to."""
+    chunk_bytes: int | None = None
+    """Capacity of a chunk; None searches for the least waste."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Parameters that may share a chunk."""
+
+    source_dtype: torch.dtype
+    param_dtype: torch.dtype
+    is_trainable: bool
+
+
+def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> torch.device:
+    """Return the one device of all parameters, or refuse them before anything is changed.
+
+    Raises:
+        ConfigurationError: A parameter is managed already, has no values yet, lies on another device,
+            shares memory with another, or has a kind of storage that cannot be packed.
+    """
+    devices = {parameter.device for _, parameter in named}
+    if len(devices) > 1:
+        places = {str(p.device): name for name, p in reversed(named)}
+        raise _refusal("parameters", "one device", f"{places}", "move the module to one device")
+    for name, parameter in named:
+        _check_parameter(name, parameter)
+    _check_overlap(named)
+    return next(iter(devices), torch.device("cpu"))
+
+
+def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+    """Refuse one parameter that cannot be packed."""
+    if record_of(parameter) is not None:
+        raise _refusal(
+            f"parameter {name!r}", "one that is not sharded yet", "a sharded one", "shard it once"
+        )
+    if isinstance(parameter, UninitializedTensorMixin):
+        raise _refusal(
+            f"parameter {name!r}", "known shape", "a lazy parameter", "run one forward pass first"
+        )
+    if parameter.is_meta:
+        raise _refusal(
+            f"parameter {name!r}",
+            "values",
+            "a meta tensor",
+            "materialise the module with to_empty() and initialise it first",
+        )
+    if isinstance(parameter, DTensor):
+        raise _refusal(
+            f"parameter {name!r}",
+            "a plain tensor",
+            "a DTensor",
+            "shard the module before others do",
+        )
+    if parameter.layout is not torch.strided or parameter.is_quantized:
+        raise _refusal(
+            f"parameter {name!r}", "a dense tensor", f"{parameter.layout}", "convert it to dense"
+        )
+    if parameter.requires_grad and parameter.dtype not in FLOATING_DTYPES:
+        raise _refusal(
+            f"parameter {name!r}",
+            "float16, bfloat16, float32 or float64",
+            f"{parameter.dtype}",
+            "hold complex parameters as view_as_real, and pass others as ignored",
+        )
+
+
+def _check_overlap(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse two parameter objects over the same memory: packing would cut that tie."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in named:
+        if parameter.numel():
+            last = sum(
+                (n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)
+            )
+            start = parameter.storage_offset()
+            storage = parameter.untyped_storage()._cdata
+            spans.setdefault(storage, []).append((start, start + last, name))
+    for members in spans.values():
+        members.sort()
+        for (_, stop, one), (start, _, other) in zip(members, members[1:], strict=False):
+            if start <= stop:
+                raise _refusal(
+                    f"parameters {one!r} and {other!r}",
+                    "memory of their own",
+                    "two parameters over the same memory",
+                    "tie them by using one nn.Parameter object in both places",
+                )
+
+
+def check_same_on_all_ranks(
+    named: Sequence[tuple[str, nn.Parameter]], settings: Sequence[object], topology: Topology
+) -> None:
+    """Raise on every rank when ranks disagree about the parameters or the settings.
+
+    Collectives: one all-reduce of two numbers per axis.
+    """
+    described = [
+        (name, tuple(p.shape), p.stride(), str(p.dtype), p.requires_grad) for name, p in named
+    ]
+    text = repr((described, *settings)).encode()
+    fingerprint = zlib.crc32(text) << 32 | zlib.adler32(text)
+    if topology.size > 1 and not fingerprints_agree(fingerprint, topology, topology.device):
+        raise ConfigurationError(
+            mismatch(
+                "model and settings",
+                expected="the same names, shapes, dtypes, trainability and options on every rank",
+                got=f"{len(named)} parameters that differ from another rank's",
+                fix="build the same model with the same options on all ranks",
+            )
+        )
+
+
+def build_chunks(
+    records: Sequence[ManagedParameter],
+    topology: Topology,
+    policy: PackingPolicy,
+    atoms: dict[ManagedParameter, int],
+) -> list[Chunk]:
+    """Pack all records and return their chunks in order of first use.
+
+    Collectives: one broadcast per chunk and axis.
+
+    Args:
+        records: Every parameter, in order of use; bound to its place on return.
+        topology: The ranks that share the chunks.
+        policy: Dtypes, masters and capacity.
+        atoms: Elements of a parameter that stay together, where it is not 1.
+    """
+    for record in records:
+        record.atom_numel = atoms.get(record, 1)
+    families: dict[_Family, list[ManagedParameter]] = {}
+    for record in records:
+        families.setdefault(_family_of(record, policy), []).append(record)
+    chunks: list[tuple[int, Chunk]] = []
+    for family, members in families.items():
+        itemsize = family.param_dtype.itemsize
+        if policy.chunk_bytes is None:
+            capacity = choose_capacity([m.parameter.numel() for m in members], itemsize=itemsize)
+        else:
+            capacity = max(1, policy.chunk_bytes // itemsize)
+        layouts = pack(
+            [
+                Item(index=m.index, numel=m.parameter.numel(), atom_numel=m.atom_numel)
+                for m in members
+            ],
+            shard_size=topology.shard.size,
+            capacity_numel=capacity,
+            alignment_numel=ALIGNMENT_BYTES // itemsize,
+            slice_multiple=topology.replicate.size,
+        )
+        for layout in layouts:
+            first = min(slot.index for slot in layout.slots)
+            by_index = {member.index: member for member in members}
+            parts = [by_index[slot.index] for slot in layout.slots]
+            source_C = torch.zeros(layout.numel, dtype=family.source_dtype, device=topology.device)
+            for slot, part in zip(layout.slots, parts, strict=True):
+                view = source_C.as_strided(part.shape, part.stride, slot.start)
+                view.copy_(part.parameter.detach())
+            broadcast_from_first(source_C, topology)
+            chunk = _chunk_from(source_C, layout, family, policy, topology)
+            chunk.bind(parts, topology.shard.rank)
+            chunks.append((first, chunk))
+    return [chunk for _, chunk in sorted(chunks, key=lambda pair: pair[0])]
+
+
+def _family_of(record: ManagedParameter, policy: PackingPolicy) -> _Family:
+    """Return which chunks a parameter may lie in."""
+    parameter = record.parameter
+    wanted = policy.precision.param_dtype if policy.precision is not None else None
+    if wanted is None or parameter in policy.keep_dtype or not parameter.is_floating_point():
+        wanted = parameter.dtype
+    return _Family(parameter.dtype, wanted, parameter.requires_grad)
+
+
+def _chunk_from(
+    source_C: torch.Tensor,
+    layout: ChunkLayout,
+    family: _Family,
+    policy: PackingPolicy,
+    topology: Topology,
+) -> Chunk:
+    """Cut the master from the values before rounding, then round them."""
+    precision, axis = policy.precision, topology.shard
+    keeps_masters = (
+        precision is not None and precision.master_weights and family.param_dtype in HALF_DTYPES
+    )
+    master_S = None
+    if keeps_masters and family.is_trainable:
+        master_S = slice_of(source_C, axis.rank, axis.size).to(torch.float32, copy=True)
+    reduce_dtype = precision.reduce_dtype if precision is not None else None
+    return Chunk(
+        layout,
+        parameters_C=source_C.to(family.param_dtype),
+        master_S=master_S,
+        reduce_dtype=reduce_dtype or family.param_dtype,
+        keeps_masters=keeps_masters,
+        axis=axis,
+    )
+
+
+def _refusal(what: str, expected: str, got: str, fix: str) -> ConfigurationError:
+    """Return the error for an unfit parameter."""
+    return ConfigurationError(mismatch(what, expected=expected, got=got, fix=fix))

@@ -1,0 +1,169 @@
+"""The few collectives of the engine, in place on slices of one flat buffer.
+
+Two ways to carry them out, chosen by the backend of the group and nowhere else:
+
+- **pairwise** (gloo): every rank sends its slice to the others point to point. Reductions add what
+  arrives in rank order, in at least float32: deterministic, and half the bytes that gloo's own
+  reduce-scatter sends.
+- **native** (NCCL and others): the backend's in-place all-gather and reduce-scatter.
+
+Legend: buffer_C is a whole chunk, slice_S one rank's part, C = size * S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from shardwise.options import HALF_DTYPES
+from shardwise.runtime.topology import Axis, Topology
+
+
+class Channel(Enum):
+    """Message streams that may be in flight together; each is ordered, none waits for another."""
+
+    REDUCE = 1
+    GATHER_GRADIENTS = 2
+    GATHER_PARAMETERS = 3
+
+
+class Waitable(Protocol):
+    """What a started communication returns."""
+
+    def wait(self) -> object:
+        """Block until the communication has taken effect."""
+        ...
+
+
+def slice_of(buffer_C: torch.Tensor, rank: int, size: int) -> torch.Tensor:
+    """Return the view of the part of the buffer that ``rank`` owns."""
+    numel = buffer_C.numel() // size
+    return buffer_C.narrow(0, rank * numel, numel)
+
+
+def wait_all(works: Sequence[Waitable]) -> None:
+    """Wait for several communications in the order they were started."""
+    for work in works:
+        work.wait()
+
+
+def is_pairwise(axis: Axis, buffer: torch.Tensor) -> bool:
+    """Return whether tensors on this device go point to point (trivially so without peers)."""
+    if axis.group is None:
+        return True
+    return buffer.device.type == "cpu" and dist.get_backend(axis.group) == "gloo"
+
+
+def start_all_gather(buffer_C: torch.Tensor, axis: Axis, channel: Channel) -> list[Waitable]:
+    """Start to fill every rank's buffer with all slices, each taken from its owner.
+
+    Collectives: one all-gather, C * (size - 1) / size elements sent in total by each rank.
+    """
+    if axis.group is None or buffer_C.numel() == 0:
+        return []
+    own_S = slice_of(buffer_C, axis.rank, axis.size)
+    if not is_pairwise(axis, buffer_C):
+        work = dist.all_gather_single(buffer_C, own_S, group=axis.group, async_op=True)
+        return [work] if work is not None else []
+    works: list[Waitable] = []
+    for peer in axis.peers:
+        theirs_S = slice_of(buffer_C, peer, axis.size)
+        works += _swap(own_S, theirs_S, peer, axis, channel)
+    return works
+
+
+class ReduceScatter:
+    """A started sum over an axis: begun in the constructor, ended by ``finish``.
+
+    The buffer must stay untouched until ``finish``; afterwards it is free for reuse.
+    Collectives: one reduce-scatter, C * (size - 1) / size elements sent by each rank.
+    """
+
+    def __init__(self, buffer_C: torch.Tensor, axis: Axis) -> None:
+        """Start to exchange slices of ``buffer_C``."""
+        self._axis = axis
+        self.own_S = slice_of(buffer_C, axis.rank, axis.size)
+        self._parts: list[torch.Tensor] = [self.own_S]
+        self._works: list[Waitable] = []
+        if axis.group is None or buffer_C.numel() == 0:
+            return
+        if not is_pairwise(axis, buffer_C):
+            work = dist.reduce_scatter_single(self.own_S, buffer_C, group=axis.group, async_op=True)
+            self._works = [work] if work is not None else []
+            return
+        received = buffer_C.new_empty((axis.size - 1, self.own_S.numel()))
+        self._parts = []
+        for part, peer in zip(received, axis.peers, strict=True):
+            theirs_S = slice_of(buffer_C, peer, axis.size)
+            self._works += _swap(theirs_S, part, peer, axis, Channel.REDUCE)
+            self._parts.append(part)
+        self._parts.insert(axis.rank, self.own_S)
+
+    def finish(self) -> torch.Tensor:
+        """Wait, add in rank order and return the sum, [S].
+
+        The sum is in at least float32 where ranks were added, and lies in the rank's own slice of
+        the buffer where that has the right dtype.
+        """
+        wait_all(self._works)
+        parts, self._parts = self._parts, []
+        if len(parts) == 1:
+            return parts[0]
+        if parts[0].dtype in HALF_DTYPES:
+            total_S = parts[0].float()
+            for part in parts[1:]:
+                total_S.add_(part)
+            return total_S
+        total_S = parts[0]
+        for part in parts[1:-1]:
+            total_S.add_(part)
+        # only the last addition may write the own slice: before it, that slice may be unread
+        return torch.add(total_S, parts[-1], out=self.own_S)
+
+
+def all_reduce_in_rank_order(buffer_C: torch.Tensor, axis: Axis, *, divisor: int) -> None:
+    """Replace the buffer by its sum over the axis divided by ``divisor``.
+
+    The division comes before the sum is rounded to a 16-bit buffer, so it cannot overflow there.
+    Collectives: one reduce-scatter and one all-gather; the buffer's numel must be a multiple of the
+    axis size.
+    """
+    exchange = ReduceScatter(buffer_C, axis)
+    total_S = exchange.finish()
+    if divisor != 1:
+        total_S.div_(divisor)
+    if total_S is not exchange.own_S:
+        exchange.own_S.copy_(total_S)
+    wait_all(start_all_gather(buffer_C, axis, Channel.GATHER_GRADIENTS))
+
+
+def broadcast_from_first(tensor: torch.Tensor, topology: Topology) -> None:
+    """Give every rank the first rank's values, in place."""
+    for axis in (topology.replicate, topology.shard):
+        if axis.group is not None and tensor.numel():
+            dist.broadcast(tensor, group=axis.group, group_src=0)
+
+
+def all_reduce_scalars(
+    values: torch.Tensor, axes: Sequence[Axis], *, maximum: bool = False
+) -> torch.Tensor:
+    """Sum (or take the maximum of) a few numbers over the axes, in place, and return them."""
+    op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
+    for axis in axes:
+        if axis.group is not None:
+            dist.all_reduce(values, op=op, group=axis.group)
+    return values
+
+
+def _swap(
+    outgoing: torch.Tensor, incoming: torch.Tensor, peer: int, axis: Axis, channel: Channel
+) -> list[Waitable]:
+    """Start to receive from and send to one peer."""
+    tag = channel.value
+    received = dist.irecv(incoming, group=axis.group, group_src=peer, tag=tag)
+    sent = dist.isend(outgoing, group=axis.group, group_dst=peer, tag=tag)
+    return [work for work in (received, sent) if work is not None]

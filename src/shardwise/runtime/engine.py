@@ -1,0 +1,328 @@
+"""One sharded set of parameters: its records, chunks, reductions and publications put together.
+
+``shard`` and ``ShardedOptimizer`` are thin faces over this object; it knows of no optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shardwise.errors import ShardwiseError, mismatch
+from shardwise.options import MixedPrecision
+from shardwise.runtime.build import (
+    PackingPolicy,
+    build_chunks,
+    check_parameters,
+    check_same_on_all_ranks,
+)
+from shardwise.runtime.chunk import Chunk
+from shardwise.runtime.collectives import (
+    Channel,
+    all_reduce_scalars,
+    slice_of,
+    start_all_gather,
+    wait_all,
+)
+from shardwise.runtime.managed import ATTRIBUTE, ManagedParameter
+from shardwise.runtime.publisher import publish, settle_chunk
+from shardwise.runtime.reducer import GradientReducer
+from shardwise.runtime.reduction import Reduction
+from shardwise.runtime.topology import Topology
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """Settings of one engine."""
+
+    stage: int
+    """0, 1 or 2."""
+    packing: PackingPolicy
+    """Dtypes and chunks."""
+    sums_gradients: bool = False
+    """Sum gradients over ranks instead of averaging them."""
+    knows_model: bool = False
+    """Parameters are used inside one known module, so that first uses can wait for updates."""
+    leaves_stand_ins: bool = True
+    """Put a stand-in into ``parameter.grad`` while a reduced gradient is held; else None."""
+
+
+class Engine:
+    """The state of several parameters over the ranks of one topology."""
+
+    def __init__(
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        topology: Topology,
+        options: EngineOptions,
+        *,
+        atoms: Mapping[nn.Parameter, int] | None = None,
+    ) -> None:
+        """Check, broadcast and pack the parameters, and watch their gradients.
+
+        Collectives: a check, then a broadcast per chunk and axis.
+
+        Raises:
+            ConfigurationError: Before anything is changed, on all ranks alike.
+        """
+        check_parameters(named)
+        packing = options.packing
+        settings = (options.stage, packing.precision, packing.chunk_bytes, options.sums_gradients)
+        check_same_on_all_ranks(named, settings, topology)
+        self.topology = topology
+        self.options = options
+        self.left_out: frozenset[nn.Parameter] = frozenset()
+        """Parameters of the module that are not sharded."""
+        self.gradient_scale = 1.0
+        """Loss scale that the held gradients were produced with."""
+        self.local_weight: float | None = None
+        """Sum of this rank's weights behind the held gradients, None when they are not weighted."""
+        self.records = [
+            ManagedParameter(parameter, name=name, index=index, engine=self)
+            for index, (name, parameter) in enumerate(named)
+        ]
+        by_record = {r: atoms[r.parameter] for r in self.records if atoms and r.parameter in atoms}
+        with torch.no_grad():
+            self.chunks = build_chunks(self.records, topology, packing, by_record)
+        for record in self.records:
+            record.seen_version = record.parameter._version
+        self.reducer = self._make_reducer()
+
+    def _make_reducer(self) -> GradientReducer:
+        """Watch the gradients of the chunks as they are now."""
+        reducer = GradientReducer(
+            self.records,
+            self.chunks,
+            self.topology,
+            reduction=Reduction(
+                self.topology,
+                keeps_whole=self.options.stage == 1,
+                divisor=1 if self.options.sums_gradients else self.topology.size,
+            ),
+            leaves_stand_ins=self.options.leaves_stand_ins,
+        )
+        if self.is_scaled:
+            reducer.bare_backward_refusal = "the loss of a float16 model must be scaled"
+        return reducer
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """A copied module is a plain module."""
+        return
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """An unpickled module is a plain module."""
+        return type(None), ()
+
+    @property
+    def precision(self) -> MixedPrecision | None:
+        """The dtype policy."""
+        return self.options.packing.precision
+
+    @property
+    def is_scaled(self) -> bool:
+        """True when gradients are float16, so that losses must be scaled."""
+        return any(
+            record.parameter.requires_grad and record.parameter.dtype is torch.float16
+            for record in self.records
+        )
+
+    @property
+    def has_gradients(self) -> bool:
+        """True when some gradient is held, or waits under no_sync."""
+        return any(
+            record.is_held or record.local is not None or record.parameter.grad is not None
+            for record in self.records
+        )
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Return all buffers by purpose, for accounting."""
+        by_purpose: dict[str, list[torch.Tensor]] = {}
+        for chunk in self.chunks:
+            for purpose, tensors in chunk.tensors().items():
+                by_purpose.setdefault(purpose, []).extend(tensors)
+        by_purpose.setdefault("gradients", []).extend(
+            record.local for record in self.records if record.local is not None
+        )
+        return by_purpose
+
+    def repack(self, atoms: Mapping[nn.Parameter, int]) -> None:
+        """Pack again with other atoms, before any gradient or optimizer state exists.
+
+        Exact masters move along. Collectives: a broadcast per chunk and axis, and an all-gather of
+        the masters.
+        """
+        if self.reducer.is_open or any(record.is_held for record in self.records):
+            raise ShardwiseError(
+                mismatch(
+                    "repacking",
+                    expected="no gradients",
+                    got="gradients of a backward pass",
+                    fix="make the ShardedOptimizer before the first backward pass",
+                )
+            )
+        self.settle_parameters()
+        masters = {
+            record: record.view_in(self.gather(record.chunk, record.chunk.master_S)).clone()
+            for record in self.records
+            if record.chunk.master_S is not None
+        }
+        self.reducer.remove_hooks()
+        by_record = {r: atoms[r.parameter] for r in self.records if r.parameter in atoms}
+        for record in self.records:
+            delattr(record.parameter, ATTRIBUTE)
+        with torch.no_grad():
+            self.chunks = build_chunks(self.records, self.topology, self.options.packing, by_record)
+            for record, master in masters.items():
+                self.write_master(record, master)
+        self.reducer = self._make_reducer()
+
+    def write_master(self, record: ManagedParameter, whole: torch.Tensor) -> None:
+        """Store the owned piece of a whole float32 value in the master."""
+        record.chunk.ensure_master()
+        master_S = record.chunk.master_S
+        assert master_S is not None
+        buffer_C = torch.zeros(
+            record.chunk.layout.numel, dtype=torch.float32, device=master_S.device
+        )
+        record.view_in(buffer_C).copy_(whole)
+        axis = self.topology.shard
+        piece = record.piece_in(master_S)
+        own = record.piece_in(slice_of(buffer_C, axis.rank, axis.size))
+        if piece is not None and own is not None:
+            piece.copy_(own)
+
+    # ------------------------------------------------------------------ parameters
+
+    def publish(self, chunk: Chunk) -> None:
+        """Send an updated slice to the other ranks. Collectives: one all-gather, started here."""
+        publish(chunk, self.topology.shard, lazily=self.options.knows_model)
+
+    @property
+    def has_updates_in_flight(self) -> bool:
+        """True when some parameter may still hold its old value on this rank."""
+        return any(chunk.pending for chunk in self.chunks)
+
+    def settle_parameters(self) -> None:
+        """Wait until every parameter has its newest value on this rank."""
+        for chunk in self.chunks:
+            if chunk.pending:
+                settle_chunk(chunk)
+
+    def refresh_changed_masters(self, *, everything: bool = False) -> None:
+        """Take masters from working parameters that the user has written since the last update."""
+        self.adopt_moved_parameters()
+        for record in self.records:
+            if everything or record.parameter._version != record.seen_version:
+                if not record.chunk.pending:
+                    record.chunk.refresh_master(record)
+                    record.seen_version = record.parameter._version
+
+    def adopt_moved_parameters(self) -> None:
+        """Bring values back into the chunk where the user has replaced ``parameter.data``."""
+        for record in self.records:
+            parameter = record.parameter
+            buffer_C = record.chunk.parameters_C
+            if record.chunk.pending or (
+                parameter.untyped_storage()._cdata == buffer_C.untyped_storage()._cdata
+            ):
+                continue
+            home = record.view_in(buffer_C)
+            if parameter.shape != home.shape or parameter.device != home.device:
+                raise ShardwiseError(
+                    mismatch(
+                        f"parameter {record.name!r}",
+                        expected=f"shape {tuple(home.shape)} on {home.device}",
+                        got=f"shape {tuple(parameter.shape)} on {parameter.device}",
+                        fix="move or reshape the module before sharding it",
+                    )
+                )
+            with torch.no_grad():
+                home.copy_(parameter)
+            parameter.data = home
+            record.chunk.refresh_master(record)
+
+    # ------------------------------------------------------------------ gradients
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank alone; nests."""
+        before = self.reducer.is_synchronising
+        self.reducer.is_synchronising = False
+        try:
+            yield
+        finally:
+            self.reducer.is_synchronising = before
+
+    def zero_grad(self, records: Iterable[ManagedParameter], *, set_to_none: bool) -> None:
+        """Clear the gradients of some parameters, reduced or not."""
+        members = list(records)
+        self.reducer.reset()
+        for record in members:
+            record.local = None
+            if set_to_none:
+                record.parameter.grad = None
+                record.is_held = False
+            elif record.parameter.grad is not None and not record.is_held:
+                record.parameter.grad.zero_()
+        for chunk in {record.chunk: None for record in members}:
+            if not any(record.is_held for record in chunk.records):
+                self.reducer.reduction.release(chunk)
+                continue
+            for record in members:
+                if record.chunk is chunk:
+                    record.zero_gradient()
+
+        if not any(record.is_held for record in self.records):
+            self.gradient_scale = 1.0
+            self.weigh(None)
+
+    def weigh(self, weight: float | None) -> None:
+        """Count the weight of a coming backward pass; None ends weighting.
+
+        Weighted gradients are summed over ranks, and divided by all weights only when they are used.
+        """
+        reduction = self.reducer.reduction
+        refusal = self.reducer.bare_backward_refusal
+        if weight is None:
+            self.local_weight = None
+            sums = self.options.sums_gradients
+            reduction.divisor = 1 if sums else self.topology.size
+            self.reducer.bare_backward_refusal = refusal if self.is_scaled else None
+            return
+        self.local_weight = (self.local_weight or 0.0) + weight
+        reduction.divisor = 1
+        self.reducer.bare_backward_refusal = refusal or "the loss before it was weighted"
+
+    def gradient_divisor(self) -> float:
+        """Return what held gradients must be divided by: loss scale times global weight.
+
+        Collectives: one all-reduce of one number per axis, where gradients are weighted.
+        """
+        if self.local_weight is None:
+            return self.gradient_scale
+        weight = torch.tensor([self.local_weight], dtype=torch.float64, device=self.topology.device)
+        return self.gradient_scale * float(all_reduce_scalars(weight, self.topology.axes))
+
+    def full_gradient(self, record: ManagedParameter) -> torch.Tensor | None:
+        """Return the reduced gradient of one parameter, whole, in at least float32.
+
+        Collectives: one all-gather of the chunk, and those of ``gradient_divisor``.
+        """
+        slice_S = record.chunk.gradient_S
+        if not record.is_held or slice_S is None:
+            return None
+        whole = record.view_in(self.gather(record.chunk, slice_S))
+        whole = whole.to(torch.promote_types(whole.dtype, torch.float32), copy=True)
+        return whole.div_(self.gradient_divisor())
+
+    def gather(self, chunk: Chunk, slice_S: torch.Tensor) -> torch.Tensor:
+        """Return a new chunk-sized buffer with every rank's slice. Collectives: one all-gather."""
+        axis = self.topology.shard
+        buffer_C = slice_S.new_empty(chunk.layout.numel)
+        slice_of(buffer_C, axis.rank, axis.size).copy_(slice_S)
+        wait_all(start_all_gather(buffer_C, axis, Channel.GATHER_GRADIENTS))
+        return buffer_C

@@ -1,0 +1,130 @@
+"""One parameter under shardwise's care: the record behind ``parameter._shardwise``.
+
+That attribute is the only thing the library stores on a user's tensor; a copy of the tensor does not
+carry it along. The record knows its place and the state of its gradient; it starts nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from shardwise.layout import Piece, Slot
+from shardwise.runtime.placeholder import ShardedGradient
+
+if TYPE_CHECKING:
+    from shardwise.runtime.chunk import Chunk
+    from shardwise.runtime.engine import Engine
+
+ATTRIBUTE = "_shardwise"
+
+
+class ManagedParameter:
+    """Place and gradient state of one parameter on one rank."""
+
+    def __init__(self, parameter: nn.Parameter, *, name: str, index: int, engine: Engine) -> None:
+        """Describe an unpacked parameter; ``Chunk`` gives it a place."""
+        self.engine = engine
+        self.parameter = parameter
+        self.name = name
+        self.index = index
+        self.shape = parameter.shape
+        self.stride = dense_stride(parameter)
+        self.handle: ShardedGradient | None = None
+        self._chunk: Chunk | None = None
+        self._slot: Slot | None = None
+        self.piece: Piece | None = None
+        """The part that this rank owns, None when it owns none of it."""
+
+        self.atom_numel = 1
+        """Elements that no cut goes through, as packed."""
+        self.is_held = False
+        """A reduced gradient lies in the chunk's slice (agreed by all ranks)."""
+        self.has_arrived = False
+        """A gradient of the backward pass that is open was written to the chunk's buffer."""
+        self.is_expected = True
+        """The chunk waits for this parameter before it is reduced."""
+        self.local: torch.Tensor | None = None
+        """Gradient gathered under no_sync in a wider dtype than the parameter's."""
+        self.late: torch.Tensor | None = None
+        """Gradient that came after the chunk was sent (recompute of a shared parameter)."""
+        self.seen_version = parameter._version
+        """Version of the parameter after the last update: a newer one was written by the user."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """A copied parameter is a plain parameter."""
+        return
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """An unpickled parameter is a plain parameter."""
+        return type(None), ()
+
+    def place(self, chunk: Chunk, slot: Slot, piece: Piece | None) -> None:
+        """Take the place that packing chose, and become known to the parameter."""
+        self._chunk, self._slot, self.piece = chunk, slot, piece
+        setattr(self.parameter, ATTRIBUTE, self)
+
+    @property
+    def chunk(self) -> Chunk:
+        """The chunk that holds the parameter."""
+        assert self._chunk is not None
+        return self._chunk
+
+    @property
+    def slot(self) -> Slot:
+        """The place in the chunk."""
+        assert self._slot is not None
+        return self._slot
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole parameter."""
+        return self.slot.numel
+
+    def view_in(self, buffer_C: torch.Tensor) -> torch.Tensor:
+        """Return the parameter-shaped view of this parameter's slot in a chunk-sized buffer."""
+        return buffer_C.as_strided(
+            self.shape, self.stride, buffer_C.storage_offset() + self.slot.start
+        )
+
+    def piece_in(self, slice_S: torch.Tensor) -> torch.Tensor | None:
+        """Return the 1-D view of the owned piece in a slice-sized buffer."""
+        if self.piece is None:
+            return None
+        return slice_S.narrow(0, self.piece.slice_start, self.piece.numel)
+
+    def drop_gradient(self) -> None:
+        """Forget the reduced gradient."""
+        self.zero_gradient()
+        self.is_held = False
+
+    def zero_gradient(self) -> None:
+        """Zero the owned piece of the reduced gradient."""
+        slice_S = self.chunk.gradient_S
+        piece = None if slice_S is None else self.piece_in(slice_S)
+        if piece is not None:
+            piece.zero_()
+
+
+def record_of(parameter: torch.Tensor) -> ManagedParameter | None:
+    """Return the record of a managed parameter, None for any other tensor."""
+    return getattr(parameter, ATTRIBUTE, None)
+
+
+def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the tensor's strides if they fill memory without holes, else contiguous ones.
+
+    Keeps channels-last and transposed weights as they are.
+    """
+    expected = 1
+    for size, stride in sorted(
+        zip(tensor.shape, tensor.stride(), strict=True), key=lambda pair: (pair[1], pair[0])
+    ):
+        if size == 1:
+            continue
+        if stride != expected:
+            return torch.empty(tensor.shape, device="meta").stride()
+        expected *= size
+    return tensor.stride()

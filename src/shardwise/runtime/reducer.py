@@ -1,0 +1,374 @@
+"""Turn gradients that autograd produces into reduced slices, beside the backward pass.
+
+Life of one backward pass on one rank::
+
+    before(p)   AccumulateGrad is about to run: take the stand-in out of p.grad
+    after(p)    copy p.grad into its slot; when a chunk is full and all chunks before it in the
+                issue order were sent, send it (chunks are sent in one order on every rank)
+    finish()    agree on what was used and sent anywhere; send the rest with zeros for what did not
+                come; wait; mark what is held
+
+A gradient that comes after its chunk was sent (recompute of a shared parameter) is kept aside and
+reduced in a second round that all ranks agree on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from functools import partial
+
+import torch
+from torch.autograd import Variable
+
+from shardwise.errors import ShardwiseError, mismatch
+from shardwise.runtime.agreement import Verdict, agree
+from shardwise.runtime.chunk import Chunk
+from shardwise.runtime.collectives import is_pairwise
+from shardwise.runtime.managed import ManagedParameter
+from shardwise.runtime.placeholder import ShardedGradient
+from shardwise.runtime.reduction import Reduction
+from shardwise.runtime.topology import Topology
+from shardwise.runtime.worker import Executor, LaggedExecutor, ThreadExecutor
+
+OUTSIDE_BACKWARD = -1
+
+
+class Phase(Enum):
+    """Where the reducer stands."""
+
+    IDLE = "no backward pass is open"
+    OPEN = "gradients of a backward pass have arrived and were not finished"
+
+
+class GradientReducer:
+    """Hooks on parameters, the counters behind them, and the order of reductions."""
+
+    def __init__(
+        self,
+        records: Sequence[ManagedParameter],
+        chunks: Sequence[Chunk],
+        topology: Topology,
+        *,
+        reduction: Reduction,
+        leaves_stand_ins: bool = True,
+    ) -> None:
+        """Watch every trainable parameter."""
+        self.records = list(records)
+        self.chunks = list(reversed(chunks))
+        """All chunks in the order in which they are sent."""
+        self.topology = topology
+        self.reduction = reduction
+        self.is_synchronising = True
+        """False inside no_sync."""
+        self.bare_backward_refusal: str | None = None
+        """Why ``loss.backward()`` must be ``optimizer.backward(loss)``; None where it need not."""
+        self._leaves_stand_ins = leaves_stand_ins
+        self._phase = Phase.IDLE
+        self._is_explicit = False
+        self._callback_task = OUTSIDE_BACKWARD
+        self._next = 0
+        self._order: list[Chunk] = []
+        device = topology.device
+        axis = topology.shard if topology.shard.group is not None else topology.replicate
+        threaded = axis.group is not None and is_pairwise(axis, torch.empty(0, device=device))
+        self._executor: Executor = ThreadExecutor() if threaded else LaggedExecutor()
+        self._hooks: dict[ManagedParameter, list[torch.utils.hooks.RemovableHandle]] = {}
+        self._nodes: dict[ManagedParameter, torch.autograd.graph.Node] = {}
+        self.watch()
+
+    def watch(self) -> None:
+        """Put hooks on parameters that are trainable and have none yet."""
+        for record in self.records:
+            if record.parameter.requires_grad and record not in self._hooks:
+                self._watch(record)
+
+    def _watch(self, record: ManagedParameter) -> None:
+        """Hook the node that accumulates into one parameter's gradient."""
+        with torch.enable_grad():
+            alias = record.parameter.view_as(record.parameter).grad_fn
+        assert alias is not None
+        node = alias.next_functions[0][0]
+        assert node is not None
+        record.handle = ShardedGradient(record)
+        record.chunk.ensure_master()
+        self._nodes[record] = node  # the tensor holds its node weakly
+        self._hooks[record] = [
+            node.register_prehook(partial(self._before, record)),
+            record.parameter.register_post_accumulate_grad_hook(partial(self._after, record)),
+        ]
+
+    @property
+    def is_open(self) -> bool:
+        """True when a backward pass has started and was not finished."""
+        return self._phase is Phase.OPEN
+
+    def remove_hooks(self) -> None:
+        """Let go of the parameters."""
+        for hooks in self._hooks.values():
+            for hook in hooks:
+                hook.remove()
+        self._hooks.clear()
+        self._nodes.clear()
+
+    # ------------------------------------------------------------------ the backward pass
+
+    def backward(self, run: Callable[[], None]) -> None:
+        """Run one backward pass and finish it, whatever nesting of graphs it contains.
+
+        Collectives: those of ``finish``. After an error nothing of any earlier gradient is trusted;
+        ``reset`` (zero_grad) makes the next pass a fresh one.
+        """
+        self._refuse_if_broken()
+        self.watch()
+        self._is_explicit = True
+        try:
+            run()
+            if self.is_synchronising:
+                self.finish()
+        finally:
+            self._is_explicit = False
+
+    def note_backward(self, _: torch.Tensor) -> None:
+        """Learn from the model's output that its outermost backward pass has begun."""
+        task = torch._C._current_graph_task_id()
+        if not self._is_explicit and self._callback_task != task:
+            self._callback_task = task
+            Variable._execution_engine.queue_callback(self._finish_if_open)
+
+    def _before(self, record: ManagedParameter, _: object) -> None:
+        """Make room in ``parameter.grad``."""
+        if self.bare_backward_refusal is not None and not self._is_explicit:
+            raise ShardwiseError(
+                mismatch(
+                    "backward",
+                    expected="optimizer.backward(loss)",
+                    got="loss.backward()",
+                    where=record.name,
+                    fix=f"call optimizer.backward: {self.bare_backward_refusal}",
+                )
+            )
+        parameter = record.parameter
+        if isinstance(parameter.grad, ShardedGradient):
+            parameter.grad = None
+        elif parameter.grad is None and record.is_held and not record.has_arrived:
+            if self._leaves_stand_ins:
+                record.drop_gradient()
+
+    def _after(self, record: ManagedParameter, parameter: torch.Tensor) -> None:
+        """Take the gradient that autograd has just finished."""
+        if not self.is_synchronising:
+            self._keep_local(record)
+            return
+        if self._phase is Phase.IDLE:
+            self._open()
+        self._absorb(record)
+        self._send_ready()
+
+    def _keep_local(self, record: ManagedParameter) -> None:
+        """Under no_sync: leave the gradient in place, or sum it in the wider reduce dtype."""
+        grad = record.parameter.grad
+        if grad is None or grad.dtype == record.chunk.reduce_dtype:
+            return
+        wide = grad.to_dense() if grad.is_sparse else grad
+        wide = wide.to(record.chunk.reduce_dtype)
+        record.local = wide if record.local is None else record.local.add_(wide)
+        self._show_stand_in(record)
+
+    def _show_stand_in(self, record: ManagedParameter) -> None:
+        """Let ``parameter.grad`` say that a gradient exists elsewhere."""
+        record.parameter.grad = record.handle if self._leaves_stand_ins else None
+
+    def _open(self) -> None:
+        """Start counting for a new backward pass."""
+        self._phase = Phase.OPEN
+        self._next = 0
+        for chunk in self.chunks:
+            chunk.is_sent = False
+            chunk.num_missing = 0
+            for record in chunk.records:
+                record.has_arrived = False
+                chunk.num_missing += record.is_expected and record.parameter.requires_grad
+        self._order = [chunk for chunk in self.chunks if chunk.num_missing]
+        if not self._is_explicit and self._callback_task == OUTSIDE_BACKWARD:
+            self._callback_task = torch._C._current_graph_task_id()
+            if self._callback_task != OUTSIDE_BACKWARD:
+                Variable._execution_engine.queue_callback(self._finish_if_open)
+
+    def _absorb(self, record: ManagedParameter) -> None:
+        """Move ``parameter.grad`` (and what no_sync kept) into the chunk's buffer."""
+        grad = record.parameter.grad
+        self._show_stand_in(record)
+        if isinstance(grad, ShardedGradient):
+            grad = None
+        if grad is not None and grad.is_sparse:
+            grad = grad.to_dense()
+        parts = [part for part in (grad, record.local) if part is not None]
+        record.local = None
+        chunk = record.chunk
+        for part in parts:
+            if chunk.is_sent:
+                record.late = part.clone() if record.late is None else record.late.add_(part)
+                continue
+            slot = record.view_in(self.reduction.buffer(chunk))
+            if record.has_arrived:
+                slot.add_(part)
+                continue
+            slot.copy_(part)
+            record.has_arrived = True
+            chunk.num_missing -= record.is_expected
+
+    def _send_ready(self) -> None:
+        """Send the chunks that are full, as far as the issue order allows."""
+        while self._next < len(self._order) and self._order[self._next].num_missing <= 0:
+            self._send(self._order[self._next])
+            self._next += 1
+
+    def _send(self, chunk: Chunk) -> None:
+        """Start the reduction of one chunk."""
+        chunk.is_sent = True
+        self._executor.submit(self.reduction.start(chunk))
+
+    # ------------------------------------------------------------------ the end of it
+
+    def _finish_if_open(self) -> None:
+        """End a pass that ``loss.backward()`` began."""
+        self._callback_task = OUTSIDE_BACKWARD
+        if self._phase is Phase.OPEN and not self._is_explicit:
+            self.finish()
+
+    def finish(self) -> None:
+        """Complete the reductions of a backward pass on all ranks.
+
+        Collectives: an agreement, and a reduce-scatter per chunk that some rank used.
+        """
+        if self._phase is Phase.IDLE:
+            self._open()
+        self._absorb_local()
+        self._complete(self._agree(is_finishing=True))
+
+    def settle(self) -> None:
+        """Before a step: reduce what no_sync left, take part in what others still reduce.
+
+        Gradients that the user removed (``parameter.grad = None``) on any rank are dropped on all.
+        Collectives: an agreement; those of ``finish`` where some rank has gradients left.
+        """
+        self._refuse_if_broken()
+        if any(self._has_local(record) for record in self.records):
+            self.finish()
+        while (verdict := self._agree(is_finishing=False)).is_finishing:
+            self._complete(verdict)
+        for record in self.records:
+            if verdict.mask >> record.index & 1:
+                record.drop_gradient()
+                record.parameter.grad = None
+
+    def reset(self) -> None:
+        """Forget an unfinished backward pass and return to a state in which the next is fresh."""
+        if self._phase is Phase.OPEN:
+            self._drain_quietly()
+            self._close()
+            for record in self.records:
+                record.late = record.local = None
+                record.is_held = False
+            for chunk in self.chunks:
+                self.reduction.release(chunk)
+        self._callback_task = OUTSIDE_BACKWARD
+        self._is_explicit = False
+
+    def _drain_quietly(self) -> None:
+        """Wait for reductions whose results are thrown away."""
+        try:
+            self._executor.drain()
+        except RuntimeError:
+            return
+
+    def _refuse_if_broken(self) -> None:
+        """Raise when an earlier backward pass never ended."""
+        if self._phase is Phase.OPEN and torch._C._current_graph_task_id() == OUTSIDE_BACKWARD:
+            raise ShardwiseError(
+                mismatch(
+                    "gradients",
+                    expected="those of finished backward passes",
+                    got="a backward pass that ended in an error",
+                    fix="call optimizer.zero_grad() and repeat the step",
+                )
+            )
+
+    def _has_local(self, record: ManagedParameter) -> bool:
+        """Return whether a gradient of this rank alone is waiting to be reduced."""
+        grad = record.parameter.grad
+        return record.local is not None or (
+            grad is not None and not isinstance(grad, ShardedGradient)
+        )
+
+    def _absorb_local(self) -> None:
+        """Take gradients that came without a hook or under no_sync and were not touched since."""
+        self.watch()
+        for record in self.records:
+            if self._has_local(record):
+                self._absorb(record)
+
+    def _agree(self, *, is_finishing: bool) -> Verdict:
+        """Tell the other ranks what happened here: which gradients came, which came late, which chunks were sent."""
+        count = len(self.records)
+        mask = 0
+        if is_finishing:
+            for record in self.records:
+                mask |= record.has_arrived << record.index
+                mask |= (record.late is not None) << (count + record.index)
+            for position, chunk in enumerate(self.chunks):
+                mask |= chunk.is_sent << (2 * count + position)
+        elif self._leaves_stand_ins:
+            for record in self.records:
+                mask |= (record.is_held and record.parameter.grad is None) << record.index
+        return agree(
+            self.topology,
+            device=self.topology.device,
+            num_bits=2 * count + len(self.chunks),
+            finishing_mask=mask if is_finishing else None,
+            step_mask=0 if is_finishing else mask,
+        )
+
+    def _complete(self, verdict: Verdict) -> None:
+        """Send what is left of an agreed backward pass, wait, and mark what is held."""
+        if self._phase is Phase.IDLE:
+            self._open()
+        count = len(self.records)
+        used = {r for r in self.records if verdict.mask >> r.index & 1}
+        late = {r for r in self.records if verdict.mask >> (count + r.index) & 1}
+        for position, chunk in enumerate(self.chunks):
+            was_sent = verdict.mask >> (2 * count + position) & 1
+            if not chunk.is_sent and (was_sent or not used.isdisjoint(chunk.records)):
+                self._send(chunk)
+        self._executor.drain()
+        self._send_late(late)
+        for record in used | late:
+            record.is_held = True
+            self._show_stand_in(record)
+        if used:
+            for record in self.records:
+                record.is_expected = record in used
+        self._close()
+
+    def _send_late(self, late: set[ManagedParameter]) -> None:
+        """Reduce the chunks of late gradients once more, with those alone."""
+        for chunk in self.chunks:
+            if late.isdisjoint(chunk.records):
+                continue
+            for record in chunk.records:
+                record.has_arrived = record.late is not None
+                if record.late is not None:
+                    record.view_in(self.reduction.buffer(chunk)).copy_(record.late)
+                    record.late = None
+            self._send(chunk)
+        self._executor.drain()
+
+    def _close(self) -> None:
+        """Leave the backward pass."""
+        self._phase = Phase.IDLE
+        for chunk in self.chunks:
+            chunk.is_sent = False
+        for record in self.records:
+            record.has_arrived = False
+        self.reduction.end_pass()

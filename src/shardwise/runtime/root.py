@@ -1,0 +1,138 @@
+"""What happens around a call of the sharded module itself: dtypes in and out, and stale state.
+
+Only the root is hooked; submodules run exactly as written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
+from shardwise.runtime.containers import cast_floating, map_tensors
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.reducer import OUTSIDE_BACKWARD
+
+
+class RootHooks:
+    """Hooks of one sharded module. A copy or pickle of the module has none."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Serve one engine."""
+        self._engine = engine
+
+    def attach(self, module: nn.Module) -> None:
+        """Hook the module."""
+        module.register_forward_pre_hook(_Hook(self.before_forward), with_kwargs=True)
+        module.register_forward_hook(_Hook(self.after_forward))
+        module.register_load_state_dict_pre_hook(_Hook(self.before_load))
+
+    def before_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Refuse to build on a broken step, cast inputs, wait where first uses cannot."""
+        engine = self._engine
+        with_grad = torch.is_grad_enabled()
+        if with_grad:
+            outside = torch._C._current_graph_task_id() == OUTSIDE_BACKWARD
+            if engine.reducer.is_open and outside:
+                raise ShardwiseError(
+                    mismatch(
+                        "forward",
+                        expected="a finished backward pass before it",
+                        got="one that ended in an error",
+                        fix="call optimizer.zero_grad() and repeat the step",
+                    )
+                )
+            engine.reducer.watch()
+        if engine.has_updates_in_flight and (not with_grad or _is_compiled(module)):
+            engine.settle_parameters()
+        precision = engine.precision
+        if precision is None or precision.param_dtype is None:
+            return None
+        dtype = precision.param_dtype
+        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+    def after_forward(self, module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401
+        """Cast outputs and learn when their backward pass begins."""
+        precision = self._engine.precision
+        if precision is not None and precision.output_dtype is not None:
+            output = cast_floating(output, precision.output_dtype)
+        if torch.is_grad_enabled():
+            map_tensors(self._watch, output)
+        return output
+
+    def _watch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Call back when a gradient reaches this output."""
+        if tensor.requires_grad and not tensor.is_leaf and not _is_transformed(tensor):
+            tensor.register_hook(self._note)
+        return tensor
+
+    def _note(self, grad: torch.Tensor) -> None:
+        """Tell the reducer of today: repacking may have replaced an earlier one."""
+        self._engine.reducer.note_backward(grad)
+
+    def before_load(
+        self,
+        module: nn.Module,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        *_: object,
+    ) -> None:
+        """Refuse a load that would replace the parameter objects; let no update be in flight."""
+        if local_metadata.get("assign_to_params_buffers"):
+            raise ConfigurationError(
+                mismatch(
+                    "load_state_dict of a sharded module",
+                    expected="assign=False, which copies values into the chunks",
+                    got="assign=True",
+                    fix="drop assign=True, or load before sharding",
+                )
+            )
+        self._engine.settle_parameters()
+
+
+class _Hook:
+    """A bound hook that a copied or pickled module exchanges for one that does nothing."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Call ``function``."""
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - any hook
+        """Call the real hook."""
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:
+        """Return a hook without effect."""
+        return _no_hook
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        """Pickle as the hook without effect."""
+        return _get_no_hook, ()
+
+
+def _no_hook(*_: object, **__: object) -> None:
+    """Do nothing: the hook of a plain copy."""
+
+
+def _get_no_hook() -> Callable[..., None]:
+    """Return the hook that a pickle restores."""
+    return _no_hook
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Return whether some part runs as compiled code, which must see plain parameters."""
+    return any(
+        part._compiled_call_impl is not None or hasattr(part, "_orig_mod")
+        for part in module.modules()
+    )
+
+
+def _is_transformed(tensor: torch.Tensor) -> bool:
+    """Return whether a function transform (vmap, jvp, grad) wraps the tensor."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -1,0 +1,190 @@
+"""Which ranks share work: the shard axis and the replicate axis of one sharded model.
+
+It also starts torch.distributed where a launcher set the environment, and reads that environment
+nowhere else. It does not communicate beyond that.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.errors import ConfigurationError, mismatch
+
+NUM_MESH_AXES_HYBRID = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Axis:
+    """One axis of the mesh as this rank sees it; size 1 has no group and never communicates."""
+
+    group: dist.ProcessGroup | None = None
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def peers(self) -> list[int]:
+        """Ranks of the other members, in rank order."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Topology:
+    """Shard inside ``shard``, replicate across ``replicate``."""
+
+    shard: Axis
+    replicate: Axis
+    device: torch.device
+
+    @property
+    def size(self) -> int:
+        """Number of ranks that train together."""
+        return self.shard.size * self.replicate.size
+
+    @property
+    def axes(self) -> tuple[Axis, Axis]:
+        """Both axes, the shard axis first."""
+        return self.shard, self.replicate
+
+    def communicates_over(self, device: torch.device) -> bool:
+        """Return whether every group has a backend for tensors on ``device``."""
+        return all(axis.group is None or device in axis.group._device_types for axis in self.axes)
+
+
+def launch(device: torch.device) -> None:
+    """Start torch.distributed when torchrun (or an equal environment) launched this process."""
+    launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    if dist.is_initialized() or not launched:
+        return
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        dist.init_process_group("cpu:gloo,cuda:nccl")
+    else:
+        dist.init_process_group("gloo")
+
+
+def make_topology(
+    *,
+    stage: int,
+    device: torch.device,
+    mesh: DeviceMesh | None = None,
+    shard_size: int | None = None,
+) -> Topology:
+    """Return the axes for a stage: stage 0 replicates over all ranks of the mesh, the others shard.
+
+    Collectives: creates process groups when ``shard_size`` asks for a 2-D mesh (all ranks).
+
+    Raises:
+        ConfigurationError: The stage, the mesh or the shard size cannot work.
+    """
+    if stage not in (0, 1, 2):
+        raise ConfigurationError(
+            mismatch(
+                "stage",
+                expected="0 (replicate), 1 (shard optimizer state) or 2 (also gradients)",
+                got=repr(stage),
+                fix="pass one of these",
+            )
+        )
+    if mesh is not None and shard_size is not None:
+        raise ConfigurationError(
+            mismatch(
+                "mesh and shard_size",
+                expected="at most one of them",
+                got="both",
+                fix="drop shard_size: the mesh already says it",
+            )
+        )
+    if mesh is not None:
+        return _from_mesh(mesh, stage, device)
+    launch(device)
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    if shard_size is not None:
+        return _from_shard_size(shard_size, size, stage, device)
+    everyone = _axis_of(dist.group.WORLD) if dist.is_initialized() else Axis()
+    return _with_all(everyone, stage, device)
+
+
+def _from_shard_size(shard_size: int, size: int, stage: int, device: torch.device) -> Topology:
+    """Shard inside runs of ``shard_size`` ranks and replicate across them."""
+    if not isinstance(shard_size, int) or shard_size < 1 or size % shard_size:
+        raise ConfigurationError(
+            mismatch(
+                "shard_size",
+                expected=f"a divisor of the world size {size}",
+                got=repr(shard_size),
+                fix="choose the number of ranks that share one copy",
+            )
+        )
+    if stage == 0 and shard_size != 1:
+        raise ConfigurationError(
+            mismatch(
+                "shard_size",
+                expected="nothing at stage 0, which replicates",
+                got=shard_size,
+                fix="choose stage 1 or 2, or drop shard_size",
+            )
+        )
+    if size == 1:
+        return Topology(shard=Axis(), replicate=Axis(), device=device)
+    mesh = init_device_mesh(
+        device.type,
+        (size // shard_size, shard_size),
+        mesh_dim_names=("replicate", "shard"),
+    )
+    return _from_mesh(mesh, 1, device)
+
+
+def _from_mesh(mesh: DeviceMesh, stage: int, device: torch.device) -> Topology:
+    """Read the axes of a 1-D mesh, or of a 2-D mesh named (replicate, shard)."""
+    if mesh.get_coordinate() is None:
+        raise ConfigurationError(
+            mismatch(
+                "mesh",
+                expected="this rank among its ranks",
+                got=f"ranks {mesh.mesh.flatten().tolist()}",
+                fix="call shard only on the ranks of the mesh, each with its own mesh",
+            )
+        )
+    if mesh.device_type != device.type:
+        raise ConfigurationError(
+            mismatch(
+                "mesh device type",
+                expected=device.type,
+                got=mesh.device_type,
+                fix="build the mesh for the device that holds the parameters",
+            )
+        )
+    if mesh.ndim == 1:
+        return _with_all(_axis_of(mesh.get_group()), stage, device)
+    if mesh.ndim != NUM_MESH_AXES_HYBRID or stage == 0:
+        raise ConfigurationError(
+            mismatch(
+                "mesh",
+                expected="1-D at stage 0, else 1-D or 2-D (replicate, shard)",
+                got=f"{mesh.ndim}-D at stage {stage}",
+                fix="pass a slice of the mesh such as mesh['dp']",
+            )
+        )
+    return Topology(
+        replicate=_axis_of(mesh.get_group(0)), shard=_axis_of(mesh.get_group(1)), device=device
+    )
+
+
+def _with_all(axis: Axis, stage: int, device: torch.device) -> Topology:
+    """Put every rank on the one axis that the stage uses."""
+    if stage == 0:
+        return Topology(shard=Axis(), replicate=axis, device=device)
+    return Topology(shard=axis, replicate=Axis(), device=device)
+
+
+def _axis_of(group: dist.ProcessGroup) -> Axis:
+    """Describe a process group; a group of one never communicates."""
+    size = dist.get_world_size(group)
+    if size == 1:
+        return Axis()
+    return Axis(group=group, rank=dist.get_rank(group), size=size)
