@@ -2,9 +2,10 @@
 
 ::
 
-    ShardwiseError (RuntimeError)      misuse found while training: the state is as it was before the call
-    |-- ConfigurationError (ValueError)    an argument, or a combination of arguments, that cannot work
-    `-- LayoutError (ValueError)           sizes that cannot be packed into chunks and slices
+    ShardwiseError (RuntimeError)      misuse found while training: the state is as it was before
+    the call |-- ConfigurationError (ValueError)    an argument, or a combination of arguments,
+    that cannot work `-- LayoutError (ValueError)           sizes that cannot be packed into chunks
+    and slices
 
 A message reads ``<what> expected <X> but got <Y> (<where>); <what to do next>.``
 """

@@ -85,8 +85,8 @@ class MixedPrecision:
     """
 
     param_dtype: torch.dtype | None = None
-    """Dtype of the working parameters and of floating-point inputs; None keeps each parameter's own.
-    Parameters of batch-norm modules keep their dtype, as their running statistics do."""
+    """Dtype of the working parameters and of floating-point inputs; None keeps each parameter's
+    own. Parameters of batch-norm modules keep their dtype, as their running statistics do."""
     reduce_dtype: torch.dtype | None = None
     """Dtype in which gradients are sent and accumulated over micro-batches; None is the
     parameter's dtype. Sums over ranks are formed in float32 whatever is sent."""

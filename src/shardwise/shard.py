@@ -5,13 +5,11 @@ The other functions here act on what it made: ``no_sync``, ``full_parameters``, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
@@ -23,10 +21,15 @@ from shardwise.runtime.managed import ATTRIBUTE, record_of
 from shardwise.runtime.root import RootHooks
 from shardwise.runtime.topology import Topology, make_topology
 
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable, Iterator
+
+    from torch.distributed.device_mesh import DeviceMesh
+
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-def shard(
+def shard(  # noqa: PLR0913 - the public face, all by keyword
     module: ModuleT,
     *,
     stage: int,
@@ -73,8 +76,8 @@ def shard(
         >>> type(model).__name__, tuple(model.weight.shape)
         ('Linear', (2, 4))
 
-    Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,
-    2020, section 5; Zhao et al., PyTorch FSDP, 2023, for hybrid sharding.
+    Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter
+    Models, 2020, section 5; Zhao et al., PyTorch FSDP, 2023, for hybrid sharding.
     """
     left_alone = frozenset(ignored)
     _check_arguments(module, mixed_precision, chunk_bytes, left_alone, gradient_reduction)
@@ -105,7 +108,7 @@ def shard(
 
 
 @contextmanager
-def no_sync(module: nn.Module) -> Iterator[None]:
+def no_sync(module: nn.Module) -> Generator[None]:
     """Accumulate gradients on this rank without communication; legal at every stage.
 
     Numbers are those of synchronised passes up to the order of additions. Costs a whole local
@@ -122,7 +125,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def full_parameters(module: nn.Module, *, writeback: bool = False) -> Iterator[None]:
+def full_parameters(module: nn.Module, *, writeback: bool = False) -> Generator[None]:
     """Inside, every parameter of the module is whole and has its newest value on this rank.
 
     Args:
@@ -168,8 +171,8 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
         parameter: A parameter of a sharded module or of a ``ShardedOptimizer``.
 
     Returns:
-        A new tensor of the parameter's shape, float32 (float64 for float64 parameters), free of loss
-        scale and divided by weights; None where no rank has a gradient.
+        A new tensor of the parameter's shape, float32 (float64 for float64 parameters), free of
+        loss scale and divided by weights; None where no rank has a gradient.
 
     Raises:
         ConfigurationError: The parameter is not managed.

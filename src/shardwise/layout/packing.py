@@ -13,10 +13,13 @@ whole parameter. This module does not choose the capacity of chunks: see ``searc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from shardwise.errors import LayoutError, mismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

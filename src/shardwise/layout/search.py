@@ -6,9 +6,12 @@ greedy no-split cost, in elements throughout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from shardwise.errors import LayoutError, mismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 TARGET_CHUNK_BYTES = 4 * 2**20
 """Default chunks hold between one and three times this: the range in which exchanges over gloo
@@ -27,8 +30,8 @@ def search_chunk_numel(
     """Return the common chunk size, in elements, that leaves the least unused, and that waste.
 
     Every family (sizes of parameters in order of use) is filled greedily into chunks of one size
-    without splitting a parameter. Sizes from the largest parameter (or ``min_numel``), rounded up to
-    ``interval_numel``, over ``range_numel`` are tried in steps of ``interval_numel``; the first
+    without splitting a parameter. Sizes from the largest parameter (or ``min_numel``), rounded up
+    to ``interval_numel``, over ``range_numel`` are tried in steps of ``interval_numel``; the first
     minimum wins.
 
     Args:

@@ -1,14 +1,16 @@
-"""How finely an optimizer's update may be cut: by element, by block, or only by whole parameters."""
+"""How finely an update may be cut: by element, by block, or only by whole parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import nn
 
 from shardwise.errors import ConfigurationError, mismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 Atom = Literal["element", "parameter"] | int
 

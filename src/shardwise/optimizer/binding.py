@@ -6,17 +6,20 @@ pieces that this rank owns, in the order of the parameters, and parameters that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from shardwise.errors import ConfigurationError, mismatch
 from shardwise.layout import Item
-from shardwise.runtime.engine import Engine
 from shardwise.runtime.managed import ManagedParameter, record_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardwise.runtime.engine import Engine
 
 
 @dataclass(frozen=True, slots=True, eq=False)

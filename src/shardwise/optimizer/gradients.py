@@ -1,13 +1,154 @@
-"""Small checks and formulas about gradients that the optimizer's face needs."""
+"""The gradients behind one optimizer: how they come in, what they measure, how they are cleared.
+
+It works over the engines of all members and knows nothing of the update.
+"""
 
 from __future__ import annotations
 
 import math
+from functools import partial
+from typing import TYPE_CHECKING
 
-from shardwise.errors import ConfigurationError, mismatch
+from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
+from shardwise.runtime.norms import global_norm, held_runs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from shardwise.optimizer.binding import Binding
+    from shardwise.runtime.engine import Engine
+    from shardwise.runtime.loss_scaling import LossScaler
+    from shardwise.runtime.managed import ManagedParameter
 
 CLIP_EPSILON = 1e-6
 """Added to the norm once, globally, as torch.nn.utils.clip_grad_norm_ does."""
+
+
+class Gradients:
+    """Gradients of the members of one binding."""
+
+    def __init__(self, binding: Binding, scaler: LossScaler | None) -> None:
+        """Serve one optimizer."""
+        self._binding = binding
+        self._scaler = scaler
+
+    # ------------------------------------------------------------------ coming in
+
+    def begin(self, weight: float | None) -> float:
+        """Prepare a backward pass and return what its loss must be multiplied by.
+
+        That is the scale which gradients of the same step already have, else the current one.
+        """
+        value = check_weight(weight)
+        engines = self._binding.engines()
+        for engine in engines:
+            if engine.has_gradients and (engine.local_weight is None) != (value is None):
+                raise ShardwiseError(
+                    mismatch(
+                        "backward(weight=)",
+                        expected="a weight for all passes of a step, or for none",
+                        got="both",
+                        fix="pass weight= every time, or call zero_grad() first",
+                    )
+                )
+        scale = 1.0 if self._scaler is None else self._scaler.scale
+        if self._scaler is not None:
+            scale = next((e.gradient_scale for e in engines if e.has_gradients), scale)
+        for engine in engines:
+            engine.gradient_scale = scale
+            if value is not None or engine.local_weight is not None:
+                engine.weigh(value)
+        return scale
+
+    def run(self, backward: Callable[[], None]) -> None:
+        """Run a backward pass that every engine knows of."""
+        for engine in self._binding.engines():
+            backward = partial(engine.reducer.backward, backward)
+        backward()
+
+    # ------------------------------------------------------------------ at rest
+
+    def settle(self) -> None:
+        """Bring gradients and parameters to rest on all ranks. Collectives: see the reducer."""
+        engines = self._binding.engines()
+        for engine in engines:
+            if not engine.reducer.is_synchronising:
+                raise ShardwiseError(
+                    mismatch(
+                        "step",
+                        expected="a call outside no_sync",
+                        got="one inside",
+                        fix="leave no_sync() first; the gradients are then reduced",
+                    )
+                )
+        for engine in engines:
+            engine.reducer.settle()
+            engine.settle_parameters()
+            engine.refresh_changed_masters()
+
+    def exist(self) -> bool:
+        """Return whether a step has anything to update."""
+        return any(r.is_held for r in self._binding.records()) or bool(self._left_out())
+
+    def measure(self, order: float) -> tuple[float, dict[Engine, float]]:
+        """Return the global norm of true gradients, and what each engine's are divided by.
+
+        Collectives: one all-reduce of a number per engine and axis, more where weights are used.
+        """
+        divisors: dict[Engine, float] = {}
+        norms: list[float] = []
+        left_out = self._left_out() if self._binding.left_out() else None
+        for engine, records in self._by_engine().items():
+            divisor = engine.gradient_divisor()
+            copied = None if divisors else left_out
+            raw = global_norm(held_runs(records), copied, order=order, topology=engine.topology)
+            divisors[engine] = divisor
+            norms.append(raw / divisor if divisor else math.nan)
+        if len(norms) == 1:
+            return norms[0], divisors
+        if math.isinf(order):
+            return max(norms, default=0.0), divisors
+        return sum(norm**order for norm in norms) ** (1 / order), divisors
+
+    def multiply_(self, coefficient: float) -> None:
+        """Scale all gradients in place."""
+        for records in self._by_engine().values():
+            for run in held_runs(records):
+                run.mul_(coefficient)
+        for gradient in self._left_out():
+            gradient.mul_(coefficient)
+
+    def scale_left_out_(self, divisors: dict[Engine, float], coefficient: float) -> None:
+        """Unscale and clip, in place, gradients that the stepper does not see in slices."""
+        divisor = next(iter(divisors.values()), 1.0)
+        for gradient in self._left_out():
+            if divisor != 1.0:
+                gradient.div_(divisor)
+            if coefficient != 1.0:
+                gradient.mul_(coefficient)
+
+    def clear(self, *, set_to_none: bool) -> None:
+        """Clear the gradients of all members; recovers from a broken backward pass."""
+        for engine, records in self._by_engine().items():
+            engine.zero_grad(records, set_to_none=set_to_none)
+        for parameter in self._binding.left_out():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def _by_engine(self) -> dict[Engine, list[ManagedParameter]]:
+        """Return the records of all members by engine."""
+        groups: dict[Engine, list[ManagedParameter]] = {e: [] for e in self._binding.engines()}
+        for record in self._binding.records():
+            groups[record.engine].append(record)
+        return groups
+
+    def _left_out(self) -> list[torch.Tensor]:
+        """Return the local gradients of parameters that are not sharded."""
+        return [p.grad for p in self._binding.left_out() if p.grad is not None]
 
 
 def check_clip(max_norm: float | None) -> float | None:

@@ -1,23 +1,27 @@
-"""Decide, for the parameters of an optimizer, whether a sharded module or the optimizer shards them."""
+"""Decide whether a sharded module or the optimizer itself shards its parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import ConfigurationError, mismatch
 from shardwise.optimizer.atoms import Atom, atoms_of, choose_atom
 from shardwise.optimizer.binding import Binding, check_members
-from shardwise.options import MixedPrecision
 from shardwise.runtime.build import PackingPolicy, check_parameters
 from shardwise.runtime.engine import Engine, EngineOptions
 from shardwise.runtime.managed import record_of
 from shardwise.runtime.topology import make_topology
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwise.options import MixedPrecision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,21 +92,7 @@ def bind_group(
     optimizer: torch.optim.Optimizer, binding: Binding, param_group: dict[str, Any], options: SetUp
 ) -> None:
     """Check and add one group to the optimizer and its binding."""
-    given = param_group.get("params")
-    parameters = [given] if isinstance(given, torch.Tensor) else list(given or ())
-    parameters = [entry[1] if isinstance(entry, tuple) else entry for entry in parameters]
-    known = {member.parameter for member in binding.members()}
-    for parameter in parameters:
-        if not isinstance(parameter, nn.Parameter) or parameter in known:
-            raise ConfigurationError(
-                mismatch(
-                    "add_param_group",
-                    expected="nn.Parameter objects that are in no group yet",
-                    got=f"a {type(parameter).__name__} of shape {tuple(parameter.shape)}",
-                    fix="list each parameter in one group",
-                )
-            )
-        known.add(parameter)
+    parameters = _new_members(binding, param_group)
     atom = choose_atom(optimizer, options.atom)
     unmanaged = [p for p in parameters if record_of(p) is None]
     if options.stage is None:
@@ -118,6 +108,28 @@ def bind_group(
         names = [f"group {len(binding.groups)}: {i}" for i in range(len(unmanaged))]
         _make_engine(unmanaged, names, atom, options)
     binding.add_group(parameters)
+
+
+def _new_members(binding: Binding, param_group: dict[str, Any]) -> list[nn.Parameter]:
+    """Return the parameters of a group to be added, or refuse them."""
+    given = param_group.get("params")
+    entries = [given] if isinstance(given, torch.Tensor) else list(given or ())
+    known: set[torch.Tensor] = {member.parameter for member in binding.members()}
+    parameters: list[nn.Parameter] = []
+    for entry in entries:
+        parameter = entry[1] if isinstance(entry, tuple) else entry
+        if not isinstance(parameter, nn.Parameter) or parameter in known:
+            raise ConfigurationError(
+                mismatch(
+                    "add_param_group",
+                    expected="nn.Parameter objects that are in no group yet",
+                    got=f"a {type(parameter).__name__} of shape {tuple(parameter.shape)}",
+                    fix="list each parameter in one group",
+                )
+            )
+        known.add(parameter)
+        parameters.append(parameter)
+    return parameters
 
 
 def _names(groups: Sequence[Sequence[nn.Parameter]]) -> list[str]:

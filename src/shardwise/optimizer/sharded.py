@@ -1,32 +1,35 @@
 """The public optimizer: plain torch outside, pieces of chunks inside.
 
-Life of a step: settle (finish what is not reduced) -> measure (norm, finiteness, weights) -> skip, or
-update chunk by chunk (``stepping``) while updated chunks travel (``runtime.publisher``).
+Life of a step: settle (finish what is not reduced) -> measure (norm, finiteness, weights) -> skip,
+or update chunk by chunk (``stepping``) while updated chunks travel (``runtime.publisher``).
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
-from shardwise.optimizer.atoms import Atom
-from shardwise.optimizer.binding import Binding
-from shardwise.optimizer.gradients import check_clip, check_weight, clip_coefficient
+from shardwise.errors import ConfigurationError, mismatch
+from shardwise.optimizer.gradients import Gradients, check_clip, clip_coefficient
 from shardwise.optimizer.setup import SetUp, bind_group, set_up
 from shardwise.optimizer.state import StateExchange
 from shardwise.optimizer.stepping import Factors, Stepper
 from shardwise.options import LossScale, MixedPrecision
-from shardwise.runtime.engine import Engine
 from shardwise.runtime.loss_scaling import LossScaler
-from shardwise.runtime.norms import check_norm_type, global_norm, held_runs
+from shardwise.runtime.norms import check_norm_type
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Iterator
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwise.optimizer.atoms import Atom
+    from shardwise.optimizer.binding import Binding
 
 logger = logging.getLogger(__name__)
 
@@ -34,10 +37,10 @@ logger = logging.getLogger(__name__)
 class ShardedOptimizer(torch.optim.Optimizer):
     """Any ``torch.optim`` optimizer, run on the pieces of parameters that this rank owns.
 
-    It shares the wrapped optimizer's ``param_groups`` dicts and ``state``, so schedulers made before
-    or after act on both. For parameters of a module that ``shard`` was called on everything comes
-    from there. Otherwise ``stage`` is required and the parameters are sharded here, without touching
-    the model's modules: the ZeRO-1/2 optimizer.
+    It shares the wrapped optimizer's ``param_groups`` dicts and ``state``, so schedulers made
+    before or after act on both. For parameters of a module that ``shard`` was called on everything
+    comes from there. Otherwise ``stage`` is required and the parameters are sharded here, without
+    touching the model's modules: the ZeRO-1/2 optimizer.
 
     Args:
         optimizer: An instance; it is changed in place. State that it already has is sharded.
@@ -68,7 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Source: Rajbhandari et al., ZeRO, 2020, sections 5.1 and 5.2.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the public face, all by keyword
         self,
         optimizer: torch.optim.Optimizer,
         *,
@@ -110,6 +113,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         precision = next((e.precision for e in engines if e.precision is not None), None)
         scale = precision.loss_scale if precision is not None else LossScale()
         self._scaler = LossScaler(scale) if any(e.is_scaled for e in engines) else None
+        self._gradients = Gradients(binding, self._scaler)
         self.last_step_skipped = False
         self._norm: float = 0.0
         self._clipped_norm: float | None = None
@@ -175,14 +179,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Collectives: a reduce-scatter per chunk, begun during the pass, and one agreement; none
         inside ``no_sync``.
         """
-        weights = self._weights_after(weight)
-        scale = self._scale_for_backward()
-        for engine in self._binding.engines():
-            engine.gradient_scale = scale
-            if weights is not None:
-                engine.weigh(weights)
+        scale = self._gradients.begin(weight)
         scaled = loss if scale == 1.0 else loss.float() * scale
-        self._run(partial(scaled.backward, retain_graph=retain_graph))
+        self._clipped_norm = None
+        self._gradients.run(partial(scaled.backward, retain_graph=retain_graph))
 
     def backward_by_grad(self, tensor: torch.Tensor, grad: torch.Tensor) -> None:
         """Compute and reduce gradients from a gradient of ``tensor`` that came from elsewhere.
@@ -193,43 +193,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Collectives: as ``backward``.
         """
-        scale = self._scale_for_backward()
-        for engine in self._binding.engines():
-            engine.gradient_scale = scale
-        self._run(partial(torch.autograd.backward, tensor, grad))
-
-    def _run(self, run: Callable[[], None]) -> None:
-        """Run a backward pass that every engine knows of."""
+        self._gradients.begin(None)
         self._clipped_norm = None
-        for engine in self._binding.engines():
-            run = partial(engine.reducer.backward, run)
-        run()
-
-    def _scale_for_backward(self) -> float:
-        """Return the scale of this step's losses: the one that held gradients already have."""
-        engines = self._binding.engines()
-        for engine in engines:
-            if engine.has_gradients and self._scaler is not None:
-                return engine.gradient_scale
-        return self.loss_scale
-
-    def _weights_after(self, weight: float | None) -> float | None:
-        """Check a weight against the passes before it in this step."""
-        value = check_weight(weight)
-        for engine in self._binding.engines():
-            if engine.has_gradients and (engine.local_weight is None) != (value is None):
-                raise ShardwiseError(
-                    mismatch(
-                        "backward(weight=)",
-                        expected="a weight for all passes of a step, or for none",
-                        got="both",
-                        fix="pass weight= every time, or call zero_grad() first",
-                    )
-                )
-        return value
+        self._gradients.run(partial(torch.autograd.backward, tensor, grad))
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> Generator[None]:
         """Accumulate gradients on this rank alone, as ``shardwise.no_sync``; nests."""
         with ExitStack() as stack:
             for engine in self._binding.engines():
@@ -242,16 +211,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Also recovers from a backward pass that ended in an error. Args as in torch.
         """
         self._clipped_norm = None
-        by_engine: dict[Engine, list[Any]] = {e: [] for e in self._binding.engines()}
-        for record in self._binding.records():
-            by_engine[record.engine].append(record)
-        for engine, records in by_engine.items():
-            engine.zero_grad(records, set_to_none=set_to_none)
-        for parameter in self._binding.left_out():
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+        self._gradients.clear(set_to_none=set_to_none)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scale gradients so that their global norm is at most ``max_norm``, as torch does.
@@ -263,24 +223,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         order = check_norm_type(norm_type)
         limit = check_clip(max_norm)
-        self._settle()
-        norm, divisors = self._measure(order)
+        self._gradients.settle()
+        norm, _ = self._gradients.measure(order)
         if limit is not None and math.isfinite(norm):
-            factors = Factors(dict.fromkeys(divisors, 1.0), clip_coefficient(norm, limit))
             with torch.no_grad():
-                for engine in divisors:
-                    records = [r for r in self._binding.records() if r.engine is engine]
-                    for run in held_runs(records):
-                        factors.apply_(run, engine)
-                for gradient in self._left_out_gradients():
-                    gradient.mul_(clip_coefficient(norm, limit))
+                self._gradients.multiply_(clip_coefficient(norm, limit))
         self._clipped_norm = norm
         return torch.tensor(norm, dtype=torch.float32)
 
     # ------------------------------------------------------------------ the update
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def step(  # pyrefly: ignore [bad-override] - torch declares overloads of this one
+        self, closure: Callable[[], float] | None = None
+    ) -> float | None:
         """Update every parameter that some rank has a gradient for.
 
         A step with a non-finite gradient on any rank is skipped on all: parameters, masters and
@@ -293,87 +249,33 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ShardwiseError: Inside ``no_sync``, or after a backward pass that ended in an error.
 
-        Collectives: an agreement, the norm, and an all-gather per updated chunk, which the first use
-        of its parameters waits for.
+        Collectives: an agreement, the norm, and an all-gather per updated chunk, which the first
+        use of its parameters waits for.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._settle()
+        self._gradients.settle()
         self.last_step_skipped = False
-        norm, divisors = self._measure(self._norm_type)
+        norm, divisors = self._gradients.measure(self._norm_type)
         self._norm = norm if self._clipped_norm is None else self._clipped_norm
-        has_gradients = self._has_gradients()
         overflowed = not math.isfinite(norm) or any(d == 0 for d in divisors.values())
-        if self._scaler is not None and has_gradients:
+        if self._scaler is not None and self._gradients.exist():
             self._scaler.update(overflowed=overflowed)
         if overflowed:
             self._skip(norm)
             return loss
         coefficient = 1.0 if self._max_norm is None else clip_coefficient(norm, self._max_norm)
-        factors = Factors(divisors, coefficient)
-        self._scale_left_out(divisors, coefficient)
+        self._gradients.scale_left_out_(divisors, coefficient)
         self._binding.refresh()
         try:
-            self._stepper.step(factors)
+            self._stepper.step(Factors(divisors, coefficient))
         finally:
             for engine in divisors:
                 if not engine.options.knows_model:
                     engine.settle_parameters()
         return loss
-
-    def _settle(self) -> None:
-        """Bring gradients and parameters to rest on all ranks."""
-        for engine in self._binding.engines():
-            if not engine.reducer.is_synchronising:
-                raise ShardwiseError(
-                    mismatch(
-                        "step",
-                        expected="a call outside no_sync",
-                        got="one inside",
-                        fix="leave no_sync() first; the gradients are then reduced",
-                    )
-                )
-        for engine in self._binding.engines():
-            engine.reducer.settle()
-            engine.settle_parameters()
-            engine.refresh_changed_masters()
-
-    def _measure(self, order: float) -> tuple[float, dict[Engine, float]]:
-        """Return the global norm of true gradients and every engine's divisor."""
-        divisors: dict[Engine, float] = {}
-        norms: list[float] = []
-        engines = self._binding.engines()
-        left_out = self._left_out_gradients() if self._binding.left_out() else None
-        for engine in engines:
-            divisors[engine] = engine.gradient_divisor()
-            records = [r for r in self._binding.records() if r.engine is engine]
-            copied = left_out if engine is engines[0] else None
-            raw = global_norm(held_runs(records), copied, order=order, topology=engine.topology)
-            norms.append(raw / divisors[engine] if divisors[engine] else math.nan)
-        if len(norms) == 1:
-            return norms[0], divisors
-        if math.isinf(order):
-            return max(norms, default=0.0), divisors
-        return sum(norm**order for norm in norms) ** (1 / order), divisors
-
-    def _left_out_gradients(self) -> list[torch.Tensor]:
-        """Return the local gradients of parameters that are not sharded."""
-        return [p.grad for p in self._binding.left_out() if p.grad is not None]
-
-    def _has_gradients(self) -> bool:
-        """Return whether the step has anything to update."""
-        return any(r.is_held for r in self._binding.records()) or bool(self._left_out_gradients())
-
-    def _scale_left_out(self, divisors: dict[Engine, float], coefficient: float) -> None:
-        """Unscale and clip local gradients in place."""
-        divisor = next(iter(divisors.values()), 1.0)
-        for gradient in self._left_out_gradients():
-            if divisor != 1.0:
-                gradient.div_(divisor)
-            if coefficient != 1.0:
-                gradient.mul_(coefficient)
 
     def _skip(self, norm: float) -> None:
         """Leave everything as it was and drop the gradients."""

@@ -1,25 +1,28 @@
 """Translate optimizer state between the pieces of this rank and whole tensors of plain torch.
 
 Whole state is keyed by parameter index over all groups, as ``torch.optim`` does, whatever the world
-size. A state tensor shaped like its piece is cut like the parameter; any other value (a step counter)
-is the same on every owner.
+size. A state tensor shaped like its piece is cut like the parameter; any other value (a step
+counter) is the same on every owner.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise.errors import ConfigurationError, mismatch
 from shardwise.optimizer.binding import Binding, Member, is_whole_atom
-from shardwise.runtime.chunk import Chunk
-from shardwise.runtime.engine import Engine
-from shardwise.runtime.loss_scaling import LossScaler
-from shardwise.runtime.managed import ManagedParameter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from shardwise.runtime.chunk import Chunk
+    from shardwise.runtime.engine import Engine
+    from shardwise.runtime.loss_scaling import LossScaler
+    from shardwise.runtime.managed import ManagedParameter
 
 EXTRA_KEY = "shardwise"
 

@@ -1,24 +1,27 @@
 """Run the wrapped optimizer on reduced gradients and hand each updated chunk on.
 
-Optimizers of torch keep their state per parameter, so they are run chunk by chunk: a chunk's all-gather
-overlaps the update of the next, and gradients in the update's dtype exist for one chunk at a time.
-Any other optimizer (or one with step hooks) is run once for all pieces. Either way its public
-``step`` is called exactly once.
+Optimizers of torch keep their state per parameter, so they are run chunk by chunk: a chunk's
+all-gather overlaps the update of the next, and gradients in the update's dtype exist for one chunk
+at a time. Any other optimizer (or one with step hooks) is run once for all pieces. Either way its
+public ``step`` is called exactly once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
 from shardwise.optimizer.binding import Binding, shape_piece
-from shardwise.runtime.chunk import Chunk
-from shardwise.runtime.engine import Engine
-from shardwise.runtime.managed import ManagedParameter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator, Sequence
+
+    from shardwise.runtime.chunk import Chunk
+    from shardwise.runtime.engine import Engine
+    from shardwise.runtime.managed import ManagedParameter
 
 STATE_PER_PARAMETER: frozenset[type[torch.optim.Optimizer]] = frozenset(
     {
@@ -146,7 +149,7 @@ class Stepper:
         chunk.records[0].engine.publish(chunk)
 
     @contextmanager
-    def _only(self, records: list[ManagedParameter], *, with_left_out: bool) -> Iterator[None]:
+    def _only(self, records: list[ManagedParameter], *, with_left_out: bool) -> Generator[None]:
         """Let the optimizer see only the pieces of some records."""
         wanted = set(records)
         groups = self._optimizer.param_groups
@@ -162,7 +165,7 @@ class Stepper:
                 group["params"] = params
 
     @contextmanager
-    def _gradients(self, records: Sequence[ManagedParameter], factors: Factors) -> Iterator[None]:
+    def _gradients(self, records: Sequence[ManagedParameter], factors: Factors) -> Generator[None]:
         """Give the pieces of some records their gradients, scaled and in the update's dtype."""
         ready: dict[Chunk, torch.Tensor] = {}
         pieces: list[torch.nn.Parameter] = []

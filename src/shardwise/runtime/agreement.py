@@ -1,7 +1,7 @@
 """Agree with the other ranks on small sets of facts, such as which parameters were used.
 
-A set is a Python integer used as a bit mask. In the usual case all ranks hold the same set, which one
-all-reduce of a few numbers shows; only when they differ are the bits themselves exchanged.
+A set is a Python integer used as a bit mask. In the usual case all ranks hold the same set, which
+one all-reduce of a few numbers shows; only when they differ are the bits themselves exchanged.
 
 A rank that ends a backward pass and a rank that already stands at ``step`` meet in the same call:
 the second then knows that it must take part in the reduction of the first.
@@ -10,11 +10,14 @@ the second then knows that it must take part in the reduction of the first.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from shardwise.runtime.collectives import all_reduce_scalars
-from shardwise.runtime.topology import Topology
+
+if TYPE_CHECKING:
+    from shardwise.runtime.topology import Topology
 
 _PRIME = 2**61 - 1
 

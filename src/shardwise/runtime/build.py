@@ -6,13 +6,13 @@ One chunk at a time: the original storage of a parameter is free as soon as its 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedTensorMixin
 
 from shardwise.errors import ConfigurationError, mismatch
 from shardwise.layout import ChunkLayout, Item, choose_capacity, pack
@@ -21,7 +21,11 @@ from shardwise.runtime.agreement import fingerprints_agree
 from shardwise.runtime.chunk import Chunk
 from shardwise.runtime.collectives import broadcast_from_first, slice_of
 from shardwise.runtime.managed import ManagedParameter, record_of
-from shardwise.runtime.topology import Topology
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardwise.runtime.topology import Topology
 
 ALIGNMENT_BYTES = 64
 """Slots start where torch's own allocations would: kernels then take the same path, to the bit."""
@@ -52,8 +56,8 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> torch.device:
     """Return the one device of all parameters, or refuse them before anything is changed.
 
     Raises:
-        ConfigurationError: A parameter is managed already, has no values yet, lies on another device,
-            shares memory with another, or has a kind of storage that cannot be packed.
+        ConfigurationError: A parameter is managed already, has no values yet, lies on another
+            device, shares memory with another, or has a kind of storage that cannot be packed.
     """
     devices = {parameter.device for _, parameter in named}
     if len(devices) > 1:
@@ -71,7 +75,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise _refusal(
             f"parameter {name!r}", "one that is not sharded yet", "a sharded one", "shard it once"
         )
-    if isinstance(parameter, UninitializedTensorMixin):
+    if nn.parameter.is_lazy(parameter):
         raise _refusal(
             f"parameter {name!r}", "known shape", "a lazy parameter", "run one forward pass first"
         )
@@ -112,10 +116,10 @@ def _check_overlap(named: Sequence[tuple[str, nn.Parameter]]) -> None:
             )
             start = parameter.storage_offset()
             storage = parameter.untyped_storage()._cdata
-            spans.setdefault(storage, []).append((start, start + last, name))
+            spans.setdefault(storage, []).append((int(start), int(start + last), name))
     for members in spans.values():
         members.sort()
-        for (_, stop, one), (start, _, other) in zip(members, members[1:], strict=False):
+        for (_, stop, one), (start, _, other) in pairwise(members):
             if start <= stop:
                 raise _refusal(
                     f"parameters {one!r} and {other!r}",

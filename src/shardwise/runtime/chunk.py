@@ -7,21 +7,25 @@ buffer          shape  dtype           held
 ==============  =====  ==============  ===================================================
 parameters_C    C      param_dtype     always; the parameters are views into it
 master_S        S      float32         with 16-bit parameters and master weights
-gradients_C     C      reduce_dtype    from the first gradient until reduced (stage 1: until zero_grad)
-gradient_S      S      reduce_dtype    from the reduction until zero_grad
+gradients_C     C      reduce_dtype    from the first gradient until reduced (stage 1: until
+zero_grad) gradient_S      S      reduce_dtype    from the reduction until zero_grad
 ==============  =====  ==============  ===================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import torch
-
-from shardwise.layout import ChunkLayout
 from shardwise.runtime.collectives import Waitable, slice_of, wait_all
-from shardwise.runtime.managed import ManagedParameter
-from shardwise.runtime.topology import Axis
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from shardwise.layout import ChunkLayout
+    from shardwise.runtime.managed import ManagedParameter
+    from shardwise.runtime.topology import Axis
 
 
 class Chunk:

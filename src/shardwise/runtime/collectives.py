@@ -12,15 +12,18 @@ Legend: buffer_C is a whole chunk, slice_S one rank's part, C = size * S.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
 
 from shardwise.options import HALF_DTYPES
-from shardwise.runtime.topology import Axis, Topology
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardwise.runtime.topology import Axis, Topology
 
 
 class Channel(Enum):

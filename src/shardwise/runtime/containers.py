@@ -13,7 +13,7 @@ TensorFunction = Callable[[torch.Tensor], torch.Tensor]
 
 
 def map_tensors(function: TensorFunction, value: Any) -> Any:  # noqa: ANN401 - any user value
-    """Return ``value`` with every tensor replaced; containers without a change are kept as they are.
+    """Return ``value`` with every tensor replaced; unchanged containers are kept.
 
     Lists, tuples, named tuples, dicts and their subclasses, and dataclasses (frozen ones too) are
     entered; anything else is returned untouched.

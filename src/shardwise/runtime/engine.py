@@ -5,22 +5,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from shardwise.errors import ShardwiseError, mismatch
-from shardwise.options import MixedPrecision
 from shardwise.runtime.build import (
     PackingPolicy,
     build_chunks,
     check_parameters,
     check_same_on_all_ranks,
 )
-from shardwise.runtime.chunk import Chunk
 from shardwise.runtime.collectives import (
     Channel,
     all_reduce_scalars,
@@ -32,7 +30,13 @@ from shardwise.runtime.managed import ATTRIBUTE, ManagedParameter
 from shardwise.runtime.publisher import publish, settle_chunk
 from shardwise.runtime.reducer import GradientReducer
 from shardwise.runtime.reduction import Reduction
-from shardwise.runtime.topology import Topology
+
+if TYPE_CHECKING:
+    from collections.abc import Generator, Iterable, Mapping, Sequence
+
+    from shardwise.options import MixedPrecision
+    from shardwise.runtime.chunk import Chunk
+    from shardwise.runtime.topology import Topology
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,10 +220,10 @@ class Engine:
         """Take masters from working parameters that the user has written since the last update."""
         self.adopt_moved_parameters()
         for record in self.records:
-            if everything or record.parameter._version != record.seen_version:
-                if not record.chunk.pending:
-                    record.chunk.refresh_master(record)
-                    record.seen_version = record.parameter._version
+            is_changed = everything or record.parameter._version != record.seen_version
+            if is_changed and not record.chunk.pending:
+                record.chunk.refresh_master(record)
+                record.seen_version = record.parameter._version
 
     def adopt_moved_parameters(self) -> None:
         """Bring values back into the chunk where the user has replaced ``parameter.data``."""
@@ -248,7 +252,7 @@ class Engine:
     # ------------------------------------------------------------------ gradients
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> Generator[None]:
         """Accumulate gradients on this rank alone; nests."""
         before = self.reducer.is_synchronising
         self.reducer.is_synchronising = False
@@ -283,7 +287,8 @@ class Engine:
     def weigh(self, weight: float | None) -> None:
         """Count the weight of a coming backward pass; None ends weighting.
 
-        Weighted gradients are summed over ranks, and divided by all weights only when they are used.
+        Weighted gradients are summed over ranks, and divided by all weights only when they are
+        used.
         """
         reduction = self.reducer.reduction
         refusal = self.reducer.bare_backward_refusal

@@ -6,7 +6,10 @@ ColossalAI, where a good step does not reset it.
 
 from __future__ import annotations
 
-from shardwise.options import LossScale
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardwise.options import LossScale
 
 
 class LossScaler:

@@ -1,7 +1,7 @@
 """One parameter under shardwise's care: the record behind ``parameter._shardwise``.
 
-That attribute is the only thing the library stores on a user's tensor; a copy of the tensor does not
-carry it along. The record knows its place and the state of its gradient; it starts nothing.
+That attribute is the only thing the library stores on a user's tensor; a copy of the tensor does
+not carry it along. The record knows its place and the state of its gradient; it starts nothing.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shardwise.layout import Piece, Slot
-from shardwise.runtime.placeholder import ShardedGradient
-
 if TYPE_CHECKING:
+    from shardwise.layout import Piece, Slot
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.engine import Engine
+    from shardwise.runtime.placeholder import ShardedGradient
 
 ATTRIBUTE = "_shardwise"
 

@@ -1,21 +1,25 @@
 """The global norm of gradient slices, every logical parameter counted once.
 
-Padding is zero and every element of a parameter has one owner on the shard axis, so a sum over slices
-and over that axis is a sum over parameters; slices are equal on all replicas.
+Padding is zero and every element of a parameter has one owner on the shard axis, so a sum over
+slices and over that axis is a sum over parameters; slices are equal on all replicas.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from shardwise.errors import ConfigurationError, mismatch
 from shardwise.options import HALF_DTYPES
 from shardwise.runtime.collectives import all_reduce_scalars
-from shardwise.runtime.managed import ManagedParameter
-from shardwise.runtime.topology import Topology
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from shardwise.runtime.managed import ManagedParameter
+    from shardwise.runtime.topology import Topology
 
 
 def check_norm_type(norm_type: float) -> float:

@@ -1,13 +1,12 @@
 """What stands in ``parameter.grad`` while the reduced gradient lies in slices.
 
-It has the parameter's shape, dtype and device and holds no bytes. Setting ``parameter.grad`` to None
-or calling ``module.zero_grad()`` acts on the real gradient, as in plain PyTorch; everything that
-would need the values raises and names the call that has them.
+It has the parameter's shape, dtype and device and holds no bytes. Setting ``parameter.grad`` to
+None or calling ``module.zero_grad()`` acts on the real gradient, as in plain PyTorch; everything
+that would need the values raises and names the call that has them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +14,8 @@ import torch
 from shardwise.errors import ShardwiseError, mismatch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from shardwise.runtime.managed import ManagedParameter
 
 _aten = torch.ops.aten
@@ -26,7 +27,7 @@ class ShardedGradient(torch.Tensor):
     _record: ManagedParameter
 
     @staticmethod
-    def __new__(cls, record: ManagedParameter) -> ShardedGradient:
+    def __new__(cls: type[ShardedGradient], record: ManagedParameter) -> ShardedGradient:
         """Take shape, strides, dtype and device from the parameter."""
         parameter = record.parameter
         self = torch.Tensor._make_wrapper_subclass(
@@ -44,7 +45,7 @@ class ShardedGradient(torch.Tensor):
         return f"ShardedGradient({self._record.name!r}, shape={tuple(self.shape)})"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # pyrefly: ignore [bad-override] - torch calls it with func first
         cls,
         func: Any,  # noqa: ANN401 - an operator overload
         types: Sequence[type],

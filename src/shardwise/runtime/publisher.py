@@ -1,23 +1,26 @@
 """Give every rank the slices that the others have updated, and wait only where they are needed.
 
-After ``publish`` a chunk's parameters are in flight. Where the model is known, each of them is turned
-into an ``AwaitedParameter`` until it is first used: an operator that takes it waits for its chunk,
-whatever module, tied weight or custom method the use comes from. From then on it is the plain
-``nn.Parameter`` it was.
+After ``publish`` a chunk's parameters are in flight. Where the model is known, each of them is
+turned into an ``AwaitedParameter`` until it is first used: an operator that takes it waits for its
+chunk, whatever module, tied weight or custom method the use comes from. From then on it is the
+plain ``nn.Parameter`` it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from shardwise.runtime.chunk import Chunk
 from shardwise.runtime.collectives import Channel, start_all_gather
 from shardwise.runtime.managed import record_of
-from shardwise.runtime.topology import Axis
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from shardwise.runtime.chunk import Chunk
+    from shardwise.runtime.topology import Axis
 
 
 class AwaitedParameter(nn.Parameter):
@@ -45,7 +48,7 @@ def settle(parameter: nn.Parameter) -> None:
     """Wait for the chunk of one parameter and make all its parameters plain again."""
     record = record_of(parameter)
     if record is None:  # a copy carries the class but is a tensor of its own
-        parameter.__class__ = nn.Parameter
+        _become(parameter, awaited=False)
         return
     settle_chunk(record.chunk)
 
@@ -55,8 +58,7 @@ def settle_chunk(chunk: Chunk) -> None:
     chunk.await_parameters()
     parameters = [record.parameter for record in chunk.records]
     for parameter in parameters:
-        if type(parameter) is AwaitedParameter:
-            parameter.__class__ = nn.Parameter
+        _become(parameter, awaited=False)
     torch.autograd.graph.increment_version(parameters)
     for record in chunk.records:
         record.seen_version = record.parameter._version
@@ -78,8 +80,16 @@ def publish(chunk: Chunk, axis: Axis, *, lazily: bool) -> None:
         return
     if lazily:
         for record in chunk.records:
-            if type(record.parameter) is nn.Parameter:
-                record.parameter.__class__ = AwaitedParameter
+            _become(record.parameter, awaited=True)
+
+
+def _become(parameter: nn.Parameter, *, awaited: bool) -> None:
+    """Exchange the class of a parameter; subclasses of other libraries are left as they are."""
+    before, after = nn.Parameter, AwaitedParameter
+    if not awaited:
+        before, after = after, before
+    if type(parameter) is before:
+        object.__setattr__(parameter, "__class__", after)
 
 
 def _awaited(values: Iterable[Any]) -> list[AwaitedParameter]:

@@ -14,22 +14,26 @@ reduced in a second round that all ranks agree on.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import Variable
 
 from shardwise.errors import ShardwiseError, mismatch
 from shardwise.runtime.agreement import Verdict, agree
-from shardwise.runtime.chunk import Chunk
 from shardwise.runtime.collectives import is_pairwise
-from shardwise.runtime.managed import ManagedParameter
 from shardwise.runtime.placeholder import ShardedGradient
-from shardwise.runtime.reduction import Reduction
-from shardwise.runtime.topology import Topology
 from shardwise.runtime.worker import Executor, LaggedExecutor, ThreadExecutor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from shardwise.runtime.chunk import Chunk
+    from shardwise.runtime.managed import ManagedParameter
+    from shardwise.runtime.reduction import Reduction
+    from shardwise.runtime.topology import Topology
 
 OUTSIDE_BACKWARD = -1
 
@@ -151,9 +155,10 @@ class GradientReducer:
         parameter = record.parameter
         if isinstance(parameter.grad, ShardedGradient):
             parameter.grad = None
-        elif parameter.grad is None and record.is_held and not record.has_arrived:
-            if self._leaves_stand_ins:
-                record.drop_gradient()
+            return
+        is_removed = parameter.grad is None and record.is_held and not record.has_arrived
+        if is_removed and self._leaves_stand_ins:
+            record.drop_gradient()
 
     def _after(self, record: ManagedParameter, parameter: torch.Tensor) -> None:
         """Take the gradient that autograd has just finished."""
@@ -310,7 +315,7 @@ class GradientReducer:
                 self._absorb(record)
 
     def _agree(self, *, is_finishing: bool) -> Verdict:
-        """Tell the other ranks what happened here: which gradients came, which came late, which chunks were sent."""
+        """Tell the other ranks which gradients came (late) and which chunks were sent."""
         count = len(self.records)
         mask = 0
         if is_finishing:

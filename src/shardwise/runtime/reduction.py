@@ -6,13 +6,17 @@ before it is rounded to a 16-bit slice. Buffers are reused within a backward pas
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from shardwise.options import HALF_DTYPES
-from shardwise.runtime.chunk import Chunk
 from shardwise.runtime.collectives import ReduceScatter, all_reduce_in_rank_order, is_pairwise
-from shardwise.runtime.topology import Topology
-from shardwise.runtime.worker import Job
+
+if TYPE_CHECKING:
+    from shardwise.runtime.chunk import Chunk
+    from shardwise.runtime.topology import Topology
+    from shardwise.runtime.worker import Job
 
 
 class Reduction:

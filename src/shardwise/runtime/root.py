@@ -5,16 +5,19 @@ Only the root is hooked; submodules run exactly as written.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
 from shardwise.runtime.containers import cast_floating, map_tensors
-from shardwise.runtime.engine import Engine
 from shardwise.runtime.reducer import OUTSIDE_BACKWARD
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from shardwise.runtime.engine import Engine
 
 
 class RootHooks:

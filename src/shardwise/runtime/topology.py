@@ -182,7 +182,7 @@ def _with_all(axis: Axis, stage: int, device: torch.device) -> Topology:
     return Topology(shard=axis, replicate=Axis(), device=device)
 
 
-def _axis_of(group: dist.ProcessGroup) -> Axis:
+def _axis_of(group: dist.ProcessGroup | None) -> Axis:
     """Describe a process group; a group of one never communicates."""
     size = dist.get_world_size(group)
     if size == 1:

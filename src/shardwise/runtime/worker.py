@@ -51,8 +51,8 @@ class LaggedExecutor:
 class ThreadExecutor:
     """Run jobs on one daemon thread.
 
-    A daemon, because a rank that fails must be able to exit while the thread still waits for a peer.
-    After an error, later jobs are dropped until ``drain`` has raised it.
+    A daemon, because a rank that fails must be able to exit while the thread still waits for a
+    peer. After an error, later jobs are dropped until ``drain`` has raised it.
     """
 
     def __init__(self) -> None:
