@@ -103,6 +103,7 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
     engine.left_out = frozenset(module.parameters()) - {r.parameter for r in engine.records}
     _share_the_rest(module, engine, left_alone, topology)
     module.__dict__[ATTRIBUTE] = engine
+    engine.serve(module)
     RootHooks(engine).attach(module)
     return module
 

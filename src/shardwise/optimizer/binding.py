@@ -39,6 +39,7 @@ class Binding:
         self._optimizer = optimizer
         self.groups: list[list[Member]] = []
         self._pieces: dict[ManagedParameter, nn.Parameter] = {}
+        self._served: set[Engine] = set()
 
     def add_group(self, parameters: list[nn.Parameter]) -> None:
         """Bind the parameters of the next group."""
@@ -60,6 +61,13 @@ class Binding:
     def engines(self) -> list[Engine]:
         """Return the engines of all members, in order of first appearance."""
         return list({record.engine: None for record in self.records()})
+
+    def serve(self, face: object) -> None:
+        """Keep the engines at work as long as ``face`` lives."""
+        for engine in self.engines():
+            if engine not in self._served:
+                self._served.add(engine)
+                engine.serve(face)
 
     def piece(self, record: ManagedParameter) -> nn.Parameter | None:
         """Return what the optimizer sees of a parameter on this rank."""

@@ -9,13 +9,13 @@ import math
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
 from shardwise.runtime.norms import global_norm, held_runs
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    import torch
 
     from shardwise.optimizer.binding import Binding
     from shardwise.runtime.engine import Engine
@@ -119,6 +119,17 @@ class Gradients:
                 run.mul_(coefficient)
         for gradient in self._left_out():
             gradient.mul_(coefficient)
+
+    def clamp_(self, limit: float, divisors: dict[Engine, float]) -> None:
+        """Limit every element of the true gradients in place; the stored ones are not divided yet."""
+        for engine, records in self._by_engine().items():
+            for run in held_runs(records):
+                bound = min(limit * divisors[engine], torch.finfo(run.dtype).max)
+                run.clamp_(-bound, bound)
+        for gradient in self._left_out():
+            bound = limit * next(iter(divisors.values()), 1.0)
+            bound = min(bound, torch.finfo(gradient.dtype).max)
+            gradient.clamp_(-bound, bound)
 
     def scale_left_out_(self, divisors: dict[Engine, float], coefficient: float) -> None:
         """Unscale and clip, in place, gradients that the stepper does not see in slices."""

@@ -96,6 +96,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         )
         self._become(optimizer, set_up(optimizer, options), options)
 
+    @classmethod
+    def from_binding(
+        cls, inner: torch.optim.Optimizer, binding: Binding, options: SetUp, max_norm: float | None
+    ) -> ShardedOptimizer:
+        """Wrap what ``set_up`` has bound: for faces with settings that the constructor lacks."""
+        self = cls.__new__(cls)
+        self._max_norm, self._norm_type = check_clip(max_norm), 2.0
+        self._become(inner, binding, options)
+        return self
+
     def _become(self, inner: torch.optim.Optimizer, binding: Binding, options: SetUp) -> None:
         """Take over the wrapped optimizer's groups and state."""
         self._is_ready = False
@@ -110,6 +120,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._stepper = Stepper(inner, binding)
         self._share()
         engines = binding.engines()
+        binding.serve(self)
         precision = next((e.precision for e in engines if e.precision is not None), None)
         scale = precision.loss_scale if precision is not None else LossScale()
         self._scaler = LossScaler(scale) if any(e.is_scaled for e in engines) else None
@@ -299,6 +310,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             super().add_param_group(param_group)
             return
         bind_group(self._inner, self._binding, param_group, self._set_up)
+        self._binding.serve(self)
         self._binding.refresh()
         self._share()
 

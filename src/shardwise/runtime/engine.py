@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ from shardwise.runtime.collectives import (
     start_all_gather,
     wait_all,
 )
-from shardwise.runtime.managed import ATTRIBUTE, ManagedParameter
+from shardwise.runtime.managed import ATTRIBUTE, ManagedParameter, record_of
 from shardwise.runtime.publisher import publish, settle_chunk
 from shardwise.runtime.reducer import GradientReducer
 from shardwise.runtime.reduction import Reduction
@@ -85,6 +86,7 @@ class Engine:
         """Loss scale that the held gradients were produced with."""
         self.local_weight: float | None = None
         """Sum of this rank's weights behind the held gradients, None when they are not weighted."""
+        self._num_faces = 0
         self.records = [
             ManagedParameter(parameter, name=name, index=index, engine=self)
             for index, (name, parameter) in enumerate(named)
@@ -112,6 +114,25 @@ class Engine:
         if self.is_scaled:
             reducer.bare_backward_refusal = "the loss of a float16 model must be scaled"
         return reducer
+
+    def serve(self, face: object) -> None:
+        """Watch the parameters as long as ``face``, a sharded module or an optimizer, lives.
+
+        When the last face is gone all memory can be collected, and parameters that only an optimizer
+        had sharded are plain again.
+        """
+        self._num_faces += 1
+        weakref.finalize(face, self._leave).atexit = False
+
+    def _leave(self) -> None:
+        """Count a face that is gone."""
+        self._num_faces -= 1
+        if self._num_faces:
+            return
+        self.reducer.close()
+        for record in self.records:
+            if not self.options.knows_model and record_of(record.parameter) is record:
+                delattr(record.parameter, ATTRIBUTE)
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         """A copied module is a plain module."""
@@ -174,7 +195,7 @@ class Engine:
             for record in self.records
             if record.chunk.master_S is not None
         }
-        self.reducer.remove_hooks()
+        self.reducer.close()
         by_record = {r: atoms[r.parameter] for r in self.records if r.parameter in atoms}
         for record in self.records:
             delattr(record.parameter, ATTRIBUTE)

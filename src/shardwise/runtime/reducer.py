@@ -107,8 +107,13 @@ class GradientReducer:
         """True when a backward pass has started and was not finished."""
         return self._phase is Phase.OPEN
 
-    def remove_hooks(self) -> None:
-        """Let go of the parameters."""
+    def close(self) -> None:
+        """Let go of the parameters and of the thread; ``watch`` takes them up again.
+
+        Needed before the parameters can be collected: a node of autograd owns its parameter, which
+        Python's collector cannot see.
+        """
+        self._executor.close()
         for hooks in self._hooks.values():
             for hook in hooks:
                 hook.remove()
@@ -173,7 +178,7 @@ class GradientReducer:
     def _keep_local(self, record: ManagedParameter) -> None:
         """Under no_sync: leave the gradient in place, or sum it in the wider reduce dtype."""
         grad = record.parameter.grad
-        if grad is None or grad.dtype == record.chunk.reduce_dtype:
+        if grad is None or grad.dtype == record.chunk.reduce_dtype or not self._leaves_stand_ins:
             return
         wide = grad.to_dense() if grad.is_sparse else grad
         wide = wide.to(record.chunk.reduce_dtype)

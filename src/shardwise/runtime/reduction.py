@@ -99,7 +99,8 @@ class Reduction:
         if chunk.gradient_S is not None:
             if divisor != 1:
                 total_S.div_(divisor)
-            chunk.gradient_S.add_(total_S)
+            # rounded first: every stage then adds the same numbers
+            chunk.gradient_S.add_(total_S.to(chunk.gradient_S.dtype))
             self._recycle(buffer_C)
             return
         stays = self._keeps_whole or total_S.numel() == buffer_C.numel()

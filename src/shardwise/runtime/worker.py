@@ -27,6 +27,10 @@ class Executor(Protocol):
         """Return when every job has run; raise the first error of any of them."""
         ...
 
+    def close(self) -> None:
+        """Let go of what waits for jobs; a later job takes it up again."""
+        ...
+
 
 class LaggedExecutor:
     """Run each job on the calling thread once ``lag`` later ones were submitted."""
@@ -47,6 +51,9 @@ class LaggedExecutor:
         while self._pending:
             self._pending.popleft()()
 
+    def close(self) -> None:
+        """Do nothing: between calls nothing runs."""
+
 
 class ThreadExecutor:
     """Run jobs on one daemon thread.
@@ -57,7 +64,7 @@ class ThreadExecutor:
 
     def __init__(self) -> None:
         """Start no thread yet: a process may fork before its first job."""
-        self._jobs: SimpleQueue[Job] = SimpleQueue()
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._idle = threading.Condition()
@@ -82,9 +89,17 @@ class ThreadExecutor:
         if error is not None:
             raise error
 
-    def run_next(self) -> None:
-        """Run one job on the calling thread, keeping its error for ``drain``."""
+    def close(self) -> None:
+        """End the thread after the jobs that it has."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread = None
+
+    def run_next(self) -> bool:
+        """Run one job on the calling thread, keeping its error for ``drain``; False if closed."""
         job = self._jobs.get()
+        if job is None:
+            return False
         try:
             if self._error is None:
                 job()
@@ -95,9 +110,10 @@ class ThreadExecutor:
             with self._idle:
                 self._num_pending -= 1
                 self._idle.notify_all()
+        return True
 
 
 def _run_forever(executor: ThreadExecutor) -> None:
-    """Serve one executor until the process ends."""
-    while True:
-        executor.run_next()
+    """Serve one executor until it is closed."""
+    while executor.run_next():
+        pass

@@ -1,0 +1,9 @@
+"""One training step over the ranks: read in the order topology, collectives, chunk, reducer, engine.
+
+- ``topology``, ``collectives``, ``agreement``, ``worker``: who takes part and how bytes travel.
+- ``managed``, ``chunk``, ``build``: parameters packed into flat buffers.
+- ``reducer``, ``reduction``, ``placeholder``: gradients, from autograd's hooks to reduced slices.
+- ``publisher``: updated slices back to every rank.
+- ``norms``, ``loss_scaling``, ``containers``: numbers and values beside them.
+- ``engine``, ``root``: the parts put together, and the calls of the model around them.
+"""

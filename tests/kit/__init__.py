@@ -1,0 +1,1 @@
+"""What the tests share: ranks as processes, tiny models, and the one-process oracle."""
