@@ -142,12 +142,12 @@ def full_parameters(module: nn.Module, *, writeback: bool = False) -> Generator[
     engine = engine_of(module)
     engine.settle_parameters()
     records = [r for r in map(record_of, module.parameters()) if r is not None]
-    versions = [record.parameter._version for record in records]
+    before = [_identity_of(record.parameter) for record in records]
     yield
     changed = [
         record.name
-        for record, version in zip(records, versions, strict=True)
-        if record.parameter._version != version
+        for record, identity in zip(records, before, strict=True)
+        if _identity_of(record.parameter) != identity
     ]
     if changed and not writeback:
         raise ShardwiseError(
@@ -191,6 +191,11 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
             )
         )
     return record.engine.full_gradient(record)
+
+
+def _identity_of(parameter: nn.Parameter) -> tuple[int, int]:
+    """Return what changes when values are written, or when ``parameter.data`` is replaced."""
+    return parameter._version, parameter.untyped_storage()._cdata
 
 
 def engine_of(module: nn.Module) -> Engine:
@@ -241,7 +246,7 @@ def _check_arguments(
             f"{len(ignored - own)} other objects",
             "pass nn.Parameter objects that module.parameters() yields",
         )
-    if ATTRIBUTE in module.__dict__:
+    if module.__dict__.get(ATTRIBUTE) is not None:  # a copy of a sharded module carries None
         raise _bad("module", "one that is not sharded yet", "a sharded one", "call shard once")
 
 

@@ -17,7 +17,7 @@ from shardwise.errors import ConfigurationError, mismatch
 from shardwise.optimizer.binding import Binding, Member, is_whole_atom
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.engine import Engine
@@ -159,13 +159,16 @@ class StateExchange:
             key=str,
         )
         gathered = {kind: self._gather_state(chunk, indices, *kind) for kind in kinds}
+        counters = _one_element_counters(entries)
         for record, index in indices.items():
             for name, kind in entries[index].items():
                 if isinstance(kind, _Same):
                     whole[index][name] = kind.value
                 else:
                     view = record.view_in(gathered[name, kind.dtype])
-                    whole[index][name] = view.contiguous().cpu().clone()
+                    is_counter = record.numel == 1 and name in counters
+                    shaped = view.reshape(1) if is_counter else view.contiguous()
+                    whole[index][name] = shaped.cpu().clone()
         return whole
 
     def _gather_state(
@@ -226,6 +229,7 @@ class StateExchange:
         for member, state in zip(self._members, states, strict=True):
             _check_state(member, state)
         self._check_masters(state_dict.get(EXTRA_KEY, {}).get("masters", {}))
+        uncut = _uncut_names(self._members, states)
         local_state: dict[int, dict[str, Any]] = {}
         local_groups: list[dict[str, Any]] = []
         position = number = 0
@@ -237,7 +241,12 @@ class StateExchange:
                 if member.record is not None and member.record.piece is None:
                     continue
                 if state is not None:
-                    local_state[number] = {k: _cut(member, v) for k, v in state.items()}
+                    local_state[number] = {
+                        k: _copy(v)
+                        if member.parameter.numel() == 1 and k in uncut
+                        else _cut(member, v)
+                        for k, v in state.items()
+                    }
                 params.append(number)
                 number += 1
             local_groups.append({**saved, "params": params})
@@ -291,6 +300,31 @@ def _check_state(member: Member, state: dict[str, Any] | None) -> None:
             )
 
 
+def _one_element_counters(entries: dict[int, _Entry]) -> set[str]:
+    """Return the names of states that larger parameters show to be counters of shape (1,)."""
+    return {
+        name
+        for entry in entries.values()
+        for name, kind in entry.items()
+        if isinstance(kind, _Same)
+        and isinstance(kind.value, torch.Tensor)
+        and tuple(kind.value.shape) == (1,)
+    }
+
+
+def _uncut_names(members: Sequence[Member], states: Sequence[dict[str, Any] | None]) -> set[str]:
+    """Return the names of states that are not cut, which a 0-dim parameter's shape cannot tell."""
+    names = {"step"}
+    for member, state in zip(members, states, strict=True):
+        if state is not None and member.parameter.numel() > 1:
+            names.update(
+                name
+                for name, value in state.items()
+                if isinstance(value, torch.Tensor) and value.shape != member.parameter.shape
+            )
+    return names
+
+
 def _cut(member: Member, value: Any) -> Any:  # noqa: ANN401 - any state value
     """Return the part of a whole state value that belongs to this rank's piece."""
     record = member.record
@@ -303,6 +337,11 @@ def _cut(member: Member, value: Any) -> Any:  # noqa: ANN401 - any state value
     flat = value.new_empty(record.numel)
     flat.as_strided(record.shape, record.stride).copy_(value)
     return flat[piece.parameter_start : piece.parameter_start + piece.numel].clone()
+
+
+def _copy(value: Any) -> Any:  # noqa: ANN401 - any state value
+    """Return a copy of a value where it lies."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 def _to_cpu(value: Any) -> Any:  # noqa: ANN401 - any state value
