@@ -7,7 +7,7 @@ pieces that this rank owns, in the order of the parameters, and parameters that 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from shardwise.runtime.managed import ManagedParameter, record_of
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.engine import Engine
 
 
@@ -39,11 +40,16 @@ class Binding:
         self._optimizer = optimizer
         self.groups: list[list[Member]] = []
         self._pieces: dict[ManagedParameter, nn.Parameter] = {}
+        self._plans: dict[Chunk | None, list[list[nn.Parameter]]] = {}
         self._served: set[Engine] = set()
 
     def add_group(self, parameters: list[nn.Parameter]) -> None:
         """Bind the parameters of the next group."""
-        self.groups.append([Member(p, record_of(p)) for p in parameters])
+        members = [Member(p, record_of(p)) for p in parameters]
+        for member in members:
+            if member.record is not None:
+                member.record.is_claimed = True
+        self.groups.append(members)
 
     def members(self) -> Iterator[Member]:
         """Yield every parameter in index order (the order of a plain state dict)."""
@@ -88,18 +94,27 @@ class Binding:
             self._pieces[record] = piece
             if known is not None and known in state:
                 state[piece] = state.pop(known)
-        for group, members in zip(self._optimizer.param_groups, self.groups, strict=True):
-            group["params"] = self.visible(members)
+        self._plans = {}
+        for number, members in enumerate(self.groups):
+            visible: list[nn.Parameter] = []
+            for member in members:
+                record = member.record
+                tensor = member.parameter if record is None else self._pieces.get(record)
+                if tensor is not None:
+                    visible.append(tensor)
+                    chunk = None if record is None else record.chunk
+                    plan = self._plans.setdefault(chunk, [[] for _ in self.groups])
+                    plan[number].append(tensor)
+            self._optimizer.param_groups[number]["params"] = visible
 
-    def visible(self, members: list[Member]) -> list[Any]:
-        """Return the pieces and left-out parameters of some members."""
-        return [
-            tensor
-            for tensor in (
-                m.parameter if m.record is None else self._pieces.get(m.record) for m in members
-            )
-            if tensor is not None
-        ]
+    def visible_in(self, chunk: Chunk, *, with_left_out: bool) -> list[list[nn.Parameter]]:
+        """Return, per group, what the optimizer sees of one chunk (and of what is not sharded)."""
+        empty: list[list[nn.Parameter]] = [[] for _ in self.groups]
+        of_chunk = self._plans.get(chunk, empty)
+        if not with_left_out:
+            return of_chunk
+        left_out = self._plans.get(None, empty)
+        return [a + b for a, b in zip(of_chunk, left_out, strict=True)]
 
 
 def make_piece(record: ManagedParameter, slice_S: torch.Tensor) -> nn.Parameter:

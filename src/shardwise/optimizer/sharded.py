@@ -19,7 +19,7 @@ from shardwise.optimizer.gradients import Gradients, check_clip, clip_coefficien
 from shardwise.optimizer.setup import SetUp, bind_group, set_up
 from shardwise.optimizer.state import StateExchange
 from shardwise.optimizer.stepping import Factors, Stepper
-from shardwise.options import LossScale, MixedPrecision
+from shardwise.options import HALF_DTYPES, LossScale, MixedPrecision
 from shardwise.runtime.loss_scaling import LossScaler
 from shardwise.runtime.norms import check_norm_type
 
@@ -191,7 +191,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inside ``no_sync``.
         """
         scale = self._gradients.begin(weight)
-        scaled = loss if scale == 1.0 else loss.float() * scale
+        wide = loss.float() if loss.dtype in HALF_DTYPES else loss
+        scaled = loss if scale == 1.0 else wide * scale
         self._clipped_norm = None
         self._gradients.run(partial(scaled.backward, retain_graph=retain_graph))
 

@@ -114,7 +114,7 @@ class Stepper:
                 is_last = chunk is order[-1]
                 with (
                     self._gradients(by_chunk[chunk], factors),
-                    self._only(by_chunk[chunk], with_left_out=is_last),
+                    self._only(chunk, with_left_out=is_last),
                 ):
                     if is_last:
                         self._optimizer.step()
@@ -149,15 +149,13 @@ class Stepper:
         chunk.records[0].engine.publish(chunk)
 
     @contextmanager
-    def _only(self, records: list[ManagedParameter], *, with_left_out: bool) -> Generator[None]:
-        """Let the optimizer see only the pieces of some records."""
-        wanted = set(records)
+    def _only(self, chunk: Chunk, *, with_left_out: bool) -> Generator[None]:
+        """Let the optimizer see only the pieces of one chunk."""
         groups = self._optimizer.param_groups
         before = [group["params"] for group in groups]
-        for group, members in zip(groups, self._binding.groups, strict=True):
-            group["params"] = self._binding.visible(
-                [m for m in members if (with_left_out if m.record is None else m.record in wanted)]
-            )
+        visible = self._binding.visible_in(chunk, with_left_out=with_left_out)
+        for group, params in zip(groups, visible, strict=True):
+            group["params"] = params
         try:
             yield
         finally:

@@ -1,5 +1,6 @@
-"""One training step over the ranks: read in the order topology, collectives, chunk, reducer,
-engine.
+"""One training step over the ranks.
+
+Read in the order topology, collectives, chunk, reducer, engine.
 
 - ``topology``, ``collectives``, ``agreement``, ``worker``: who takes part and how bytes travel.
 - ``managed``, ``chunk``, ``build``: parameters packed into flat buffers.

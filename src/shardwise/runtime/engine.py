@@ -157,10 +157,11 @@ class Engine:
 
     @property
     def has_gradients(self) -> bool:
-        """True when some gradient is held, or waits under no_sync."""
+        """True when some optimizer's gradient is held, or waits under no_sync."""
         return any(
             record.is_held or record.local is not None or record.parameter.grad is not None
             for record in self.records
+            if record.is_claimed
         )
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
@@ -301,9 +302,22 @@ class Engine:
                 if record.chunk is chunk:
                     record.zero_gradient()
 
-        if not any(record.is_held for record in self.records):
-            self.gradient_scale = 1.0
-            self.weigh(None)
+        self._forget_factors()
+
+    def _forget_factors(self) -> None:
+        """Start the next step with a fresh loss scale and weight, if no optimizer needs the old.
+
+        Gradients that no optimizer will use are dropped where the factors were part of them.
+        """
+        if any(record.is_held and record.is_claimed for record in self.records):
+            return
+        if self.gradient_scale != 1.0 or self.local_weight is not None:
+            for record in self.records:
+                if record.is_held:
+                    record.drop_gradient()
+                    record.parameter.grad = None
+        self.gradient_scale = 1.0
+        self.weigh(None)
 
     def weigh(self, weight: float | None) -> None:
         """Count the weight of a coming backward pass; None ends weighting.

@@ -39,6 +39,8 @@ class ManagedParameter:
 
         self.atom_numel = 1
         """Elements that no cut goes through, as packed."""
+        self.is_claimed = False
+        """An optimizer updates this parameter."""
         self.is_held = False
         """A reduced gradient lies in the chunk's slice (agreed by all ranks)."""
         self.has_arrived = False

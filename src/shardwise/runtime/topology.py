@@ -50,10 +50,6 @@ class Topology:
         """Both axes, the shard axis first."""
         return self.shard, self.replicate
 
-    def communicates_over(self, device: torch.device) -> bool:
-        """Return whether every group has a backend for tensors on ``device``."""
-        return all(axis.group is None or device in axis.group._device_types for axis in self.axes)
-
 
 def launch(device: torch.device) -> None:
     """Start torch.distributed when torchrun (or an equal environment) launched this process."""
@@ -100,13 +96,34 @@ def make_topology(
             )
         )
     if mesh is not None:
-        return _from_mesh(mesh, stage, device)
-    launch(device)
-    size = dist.get_world_size() if dist.is_initialized() else 1
-    if shard_size is not None:
-        return _from_shard_size(shard_size, size, stage, device)
-    everyone = _axis_of(dist.group.WORLD) if dist.is_initialized() else Axis()
-    return _with_all(everyone, stage, device)
+        topology = _from_mesh(mesh, stage, device)
+    else:
+        launch(device)
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        if shard_size is not None:
+            topology = _from_shard_size(shard_size, size, stage, device)
+        else:
+            everyone = _axis_of(dist.group.WORLD) if dist.is_initialized() else Axis()
+            topology = _with_all(everyone, stage, device)
+    for axis in topology.axes:
+        _check_backend(axis, device)
+    return topology
+
+
+def _check_backend(axis: Axis, device: torch.device) -> None:
+    """Refuse a group that cannot send tensors of the device that holds the parameters."""
+    if axis.group is None:
+        return
+    served = {served.type for served in axis.group._device_types}
+    if device.type not in served:
+        raise ConfigurationError(
+            mismatch(
+                "process group",
+                expected=f"a backend for {device.type} tensors",
+                got=f"backends for {', '.join(sorted(served)) or 'nothing'}",
+                fix="initialise torch.distributed with 'cpu:gloo,cuda:nccl', or move the module",
+            )
+        )
 
 
 def _from_shard_size(shard_size: int, size: int, stage: int, device: torch.device) -> Topology:
