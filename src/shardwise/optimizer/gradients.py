@@ -121,7 +121,7 @@ class Gradients:
             gradient.mul_(coefficient)
 
     def clamp_(self, limit: float, divisors: dict[Engine, float]) -> None:
-        """Limit every element of the true gradients in place; the stored ones are not divided yet."""
+        """Limit every element of the true gradients, which are stored undivided, in place."""
         for engine, records in self._by_engine().items():
             for run in held_runs(records):
                 bound = min(limit * divisors[engine], torch.finfo(run.dtype).max)

@@ -118,8 +118,8 @@ class Engine:
     def serve(self, face: object) -> None:
         """Watch the parameters as long as ``face``, a sharded module or an optimizer, lives.
 
-        When the last face is gone all memory can be collected, and parameters that only an optimizer
-        had sharded are plain again.
+        When the last face is gone all memory can be collected, and parameters that only an
+        optimizer had sharded are plain again.
         """
         self._num_faces += 1
         weakref.finalize(face, self._leave).atexit = False
@@ -257,13 +257,13 @@ class Engine:
             ):
                 continue
             home = record.view_in(buffer_C)
-            if parameter.shape != home.shape or parameter.device != home.device:
+            if _kind_of(parameter) != _kind_of(home):
                 raise ShardwiseError(
                     mismatch(
                         f"parameter {record.name!r}",
-                        expected=f"shape {tuple(home.shape)} on {home.device}",
-                        got=f"shape {tuple(parameter.shape)} on {parameter.device}",
-                        fix="move or reshape the module before sharding it",
+                        expected=_kind_of(home),
+                        got=_kind_of(parameter),
+                        fix="move, cast or reshape the module before sharding it",
                     )
                 )
             with torch.no_grad():
@@ -366,3 +366,8 @@ class Engine:
         slice_of(buffer_C, axis.rank, axis.size).copy_(slice_S)
         wait_all(start_all_gather(buffer_C, axis, Channel.GATHER_GRADIENTS))
         return buffer_C
+
+
+def _kind_of(tensor: torch.Tensor) -> str:
+    """Describe what a replacement of a parameter's values must keep."""
+    return f"shape {tuple(tensor.shape)} in {tensor.dtype} on {tensor.device}"

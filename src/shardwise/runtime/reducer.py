@@ -167,6 +167,15 @@ class GradientReducer:
 
     def _after(self, record: ManagedParameter, parameter: torch.Tensor) -> None:
         """Take the gradient that autograd has just finished."""
+        if parameter.dtype != record.chunk.parameters_C.dtype:
+            raise ShardwiseError(
+                mismatch(
+                    f"parameter {record.name!r}",
+                    expected=record.chunk.parameters_C.dtype,
+                    got=parameter.dtype,
+                    fix="cast the module before sharding it, or use MixedPrecision",
+                )
+            )
         if not self.is_synchronising:
             self._keep_local(record)
             return

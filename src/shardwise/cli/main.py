@@ -1,0 +1,239 @@
+"""The ``shardwise`` command: its verbs and their options.
+
+It imports typer alone, so that help is quick; what a verb does is imported when it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Final, NoReturn
+
+import typer
+
+BAD_INPUT: Final = 2
+INTERRUPTED: Final = 130
+
+app = typer.Typer(
+    name="shardwise",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Shard the training state of PyTorch models over data-parallel ranks.",
+)
+
+
+@app.callback()
+def _verbs() -> None:
+    """Keep the form ``shardwise VERB`` while there is one verb."""
+
+
+# An option is None unless it is given: then the file's value stands, or the default named in the
+# help text.
+_RUN, _SHARD, _TRAINING = "The run", "Sharding", "Training"
+
+Config = Annotated[
+    Path | None,
+    typer.Option(help="TOML file with any of the settings; options win.", rich_help_panel=_RUN),
+]
+Ranks = Annotated[
+    int | None,
+    typer.Option(
+        help="Start this many processes here, as torchrun would.",
+        show_default="this one",
+        rich_help_panel=_RUN,
+        min=1,
+    ),
+]
+Out = Annotated[
+    str | None,
+    typer.Option(
+        help="Folder for metrics.jsonl, config.toml, summary.json and report.md.",
+        show_default="none",
+        rich_help_panel=_RUN,
+    ),
+]
+CheckParity = Annotated[
+    int | None,
+    typer.Option(
+        metavar="STEPS",
+        help="First compare so many steps with one plain process.",
+        show_default="0",
+        rich_help_panel=_RUN,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="Of weights, samples and text.", show_default="0", rich_help_panel=_RUN),
+]
+Stage = Annotated[
+    int | None,
+    typer.Option(
+        help="0 replicates, 1 shards optimizer state, 2 also gradients.",
+        show_default="2",
+        rich_help_panel=_SHARD,
+    ),
+]
+Precision = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|fp32|bf16|fp16",
+        help="auto is bf16 where the processor has bf16 instructions, else fp32.",
+        show_default="auto",
+        rich_help_panel=_SHARD,
+    ),
+]
+ShardSize = Annotated[
+    int | None,
+    typer.Option(
+        metavar="RANKS",
+        help="Shard inside groups of so many ranks, replicate across.",
+        show_default="all ranks",
+        rich_help_panel=_SHARD,
+    ),
+]
+Device = Annotated[
+    str | None,
+    typer.Option(
+        metavar="auto|cpu|cuda",
+        help="auto is an accelerator if there is one.",
+        show_default="auto",
+        rich_help_panel=_SHARD,
+    ),
+]
+Model = Annotated[
+    str | None,
+    typer.Option(
+        metavar="tiny|small|medium|large",
+        help="Size of the GPT.",
+        show_default="small",
+        rich_help_panel=_TRAINING,
+    ),
+]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        metavar="PATH",
+        help="Text file or folder.",
+        show_default="the source of the Python standard library",
+        rich_help_panel=_TRAINING,
+    ),
+]
+Steps = Annotated[
+    int | None,
+    typer.Option(help="Optimizer steps.", show_default="1000", rich_help_panel=_TRAINING),
+]
+Batch = Annotated[
+    int | None,
+    typer.Option(
+        help="Samples per rank and micro-batch.", show_default="4", rich_help_panel=_TRAINING
+    ),
+]
+Accumulation = Annotated[
+    int | None,
+    typer.Option(help="Micro-batches per step.", show_default="1", rich_help_panel=_TRAINING),
+]
+Sequence = Annotated[
+    int | None,
+    typer.Option(help="Bytes per sample.", show_default="128", rich_help_panel=_TRAINING),
+]
+LearningRate = Annotated[
+    float | None,
+    typer.Option(
+        help="Highest rate of the schedule.", show_default="0.003", rich_help_panel=_TRAINING
+    ),
+]
+ClipGradNorm = Annotated[
+    float | None,
+    typer.Option(
+        help="Largest global gradient norm, 0 for none.",
+        show_default="1.0",
+        rich_help_panel=_TRAINING,
+    ),
+]
+ValidateEvery = Annotated[
+    int | None,
+    typer.Option(
+        metavar="STEPS",
+        help="Steps between validations, 0 for one at the end.",
+        show_default="250",
+        rich_help_panel=_TRAINING,
+    ),
+]
+
+
+@app.command()
+def train(  # noqa: PLR0913 - the signature is the list of options
+    config: Config = None,
+    ranks: Ranks = None,
+    out: Out = None,
+    check_parity: CheckParity = None,
+    seed: Seed = None,
+    stage: Stage = None,
+    precision: Precision = None,
+    shard_size: ShardSize = None,
+    device: Device = None,
+    model: Model = None,
+    data: Data = None,
+    steps: Steps = None,
+    batch: Batch = None,
+    accumulation: Accumulation = None,
+    sequence: Sequence = None,
+    learning_rate: LearningRate = None,
+    clip_grad_norm: ClipGradNorm = None,
+    validate_every: ValidateEvery = None,
+) -> None:
+    """Train a small GPT on real text, with its training state sharded over the ranks.
+
+    Runs in one process, under torchrun, or on several ranks by itself with --ranks.
+    """
+    options: dict[str, object] = {
+        "model": model,
+        "data.path": data,
+        "data.sequence": sequence,
+        "shard.stage": stage,
+        "shard.precision": precision,
+        "shard.shard_size": shard_size,
+        "shard.device": device,
+        "optimizer.learning_rate": learning_rate,
+        "optimizer.clip_grad_norm": clip_grad_norm,
+        "run.steps": steps,
+        "run.batch": batch,
+        "run.accumulation": accumulation,
+        "run.seed": seed,
+        "run.validate_every": validate_every,
+        "run.check_parity": check_parity,
+        "run.out": out,
+    }
+    try:
+        code = _train(config, options, num_ranks=ranks)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    raise typer.Exit(code)
+
+
+def _train(file: Path | None, options: dict[str, object], *, num_ranks: int | None) -> int:
+    """Check the settings, then train in this process or start the ranks; returns the exit code."""
+    from shardwise.cli.train.settings import load
+    from shardwise.errors import ConfigurationError
+
+    try:
+        config = load(file, options)
+        from shardwise.cli.train.command import load_text, run
+
+        if num_ranks is None or "WORLD_SIZE" in os.environ:
+            return run(config)
+        load_text(config)
+    except ConfigurationError as error:
+        _refuse(str(error))
+    from shardwise.cli.launch import launch
+
+    return launch(sys.argv[1:], num_ranks=num_ranks)
+
+
+def _refuse(message: str) -> NoReturn:
+    """Say in one line what is wrong, once per machine, and end with the code for bad input."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        typer.echo(f"shardwise train: {message}", err=True)
+    raise typer.Exit(BAD_INPUT)

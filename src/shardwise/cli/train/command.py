@@ -1,0 +1,248 @@
+"""``shardwise train`` from a checked configuration to an exit code: the order of its phases.
+
+Prepare (everything a user can get wrong), prove parity, train, report. Each phase is a function
+that all ranks run; only the first rank speaks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from shardwise.cli.train import summary as summaries
+from shardwise.cli.train.corpus import Corpus, load_corpus
+from shardwise.cli.train.engine import Learner, build_learner, mixed_precision, settle_precision
+from shardwise.cli.train.feed import Feed
+from shardwise.cli.train.interrupt import EXIT_CODE, StopRequest
+from shardwise.cli.train.journal import Journal
+from shardwise.cli.train.loop import History, train
+from shardwise.cli.train.metrics import METRICS_NAME, MetricsFile
+from shardwise.cli.train.parity import ParityResult, compare, comparisons
+from shardwise.cli.train.peak import peak_bytes, reset_peak
+from shardwise.cli.train.progress import TrainingProgress
+from shardwise.cli.train.ranks import Ranks
+from shardwise.cli.train.sample import Sample, write_sample
+from shardwise.cli.train.settings import to_toml
+from shardwise.cli.train.table import CATEGORIES, MemoryRow, memory_rows, memory_table
+from shardwise.errors import ConfigurationError
+from shardwise.report import closed_form
+
+if TYPE_CHECKING:
+    from shardwise.cli.train.config import TrainConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What every phase needs, settled before the first collective."""
+
+    config: TrainConfig
+    ranks: Ranks
+    feed: Feed
+    folder: Path | None
+    """Where this rank writes; None where there is nothing to write."""
+    console: Console
+    stop: StopRequest
+
+
+def run(config: TrainConfig) -> int:
+    """Train as configured; collective, on all ranks.
+
+    Returns:
+        The exit code, the same on all ranks: 0, 1 where parity does not hold, 130 after Ctrl-C.
+
+    Raises:
+        ConfigurationError: Something that cannot work, found before anything started.
+    """
+    with StopRequest() as stop:
+        prepared = _prepare(config, stop)
+        parity = _prove(prepared)
+        if parity is None:
+            prepared.console.print("Stopped during the parity check; nothing was trained.")
+            code = EXIT_CODE
+        elif all(result.has_passed for result in parity):
+            code = _train(prepared, parity)
+        else:
+            prepared.console.print("Sharded training differs from one plain process; not training.")
+            code = 1
+        prepared.ranks.leave()
+        return code
+
+
+def load_text(config: TrainConfig) -> Corpus:
+    """Read the text that a configuration names, or refuse it."""
+    return load_corpus(
+        config.data.path,
+        sequence=config.data.sequence,
+        limit_bytes=config.data.limit_bytes,
+        validation_fraction=config.data.validation_fraction,
+    )
+
+
+def _prepare(config: TrainConfig, stop: StopRequest) -> Run:
+    """Settle what is left open, read the text, make the folder; no communication."""
+    ranks = Ranks.from_environment()
+    ranks.share_processor()
+    corpus = load_text(config)
+    folder = _make_folder(config.run.out)
+    device = ranks.device(config.shard.device)
+    config = settle_precision(config, device)
+    if folder is not None and ranks.is_first:
+        (folder / "config.toml").write_text(to_toml(config), encoding="utf-8")
+    return Run(
+        config=config,
+        ranks=ranks,
+        feed=Feed.of(config, corpus, world_size=ranks.world_size, device=device),
+        folder=folder if ranks.is_first else None,
+        console=Console(quiet=not ranks.is_first),
+        stop=stop,
+    )
+
+
+def _make_folder(out: str | None) -> Path | None:
+    """Create the run's folder."""
+    if out is None:
+        return None
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = error.strerror or type(error).__name__
+        raise ConfigurationError(f"--out expected a folder but got {out}: {reason}.") from None
+    return folder
+
+
+def _prove(run: Run) -> list[ParityResult] | None:
+    """Compare with one plain process; None if stopped on the way."""
+    results: list[ParityResult] = []
+    if run.config.run.check_parity == 0:
+        return results
+    run.console.rule("against one plain process on the joined batch", align="left")
+    for comparison in comparisons(run.config, run.feed.device):
+        result = compare(comparison, run.feed, ranks=run.ranks, stop=run.stop)
+        if result is None:
+            return None
+        results.append(result)
+        verdict = Text("holds: ", "green") if result.has_passed else Text("FAILS: ", "bold red")
+        run.console.print(verdict.append(summaries.parity_line(result), "none"), soft_wrap=True)
+    return results
+
+
+def _train(run: Run, parity: list[ParityResult]) -> int:
+    """Train, then say what came of it; returns the exit code."""
+    learner = build_learner(run.config, run.feed.device)
+    num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())
+    _announce(run, num_parameters)
+    reset_peak(run.feed.device)
+    with (
+        MetricsFile(run.folder) as metrics,
+        TrainingProgress(run.console, steps=run.config.run.steps) as progress,
+    ):
+        for result in parity:
+            metrics.write("parity", result)
+        history = train(
+            learner,
+            run.feed,
+            run.config.run,
+            ranks=run.ranks,
+            stop=run.stop,
+            journal=Journal(metrics=metrics, progress=progress),
+        )
+    summary = summaries.Summary(
+        config=run.config,
+        world_size=run.ranks.world_size,
+        num_parameters=num_parameters,
+        corpus=_describe(run.feed.corpus),
+        history=history,
+        memory=_memory(run, history, learner),
+        peak_bytes=_peaks(run),
+        parity=parity,
+        sample=None if history.is_interrupted else _sample(run, learner),
+    )
+    _report(run, summary)
+    return EXIT_CODE if history.is_interrupted else 0
+
+
+def _announce(run: Run, num_parameters: int) -> None:
+    """Say what is about to be trained."""
+    shard = run.config.shard
+    run.console.rule("training", align="left")
+    run.console.print(
+        f"{num_parameters:,} parameters ({run.config.model}), {run.ranks.world_size} rank(s), "
+        f"stage {shard.stage}, {shard.precision}, {run.feed.step_tokens:,} tokens a step\n"
+        f"{_describe(run.feed.corpus)}",
+        highlight=False,
+    )
+
+
+def _describe(corpus: Corpus) -> str:
+    """Say what text it is."""
+    size = (len(corpus.training) + len(corpus.validation)) / 2**20
+    return f"{corpus.source}: {corpus.num_documents:,} files, {size:.1f} MiB"
+
+
+def _memory(run: Run, history: History, learner: Learner) -> list[MemoryRow]:
+    """Gather what the ranks hold; empty where no update was made. Collective."""
+    held = history.held
+    if held is None:
+        return []
+    mine = [float(getattr(held, category)) for category in CATEGORIES]
+    numel = sum(parameter.numel() for parameter in learner.model.parameters())
+    buffer_bytes = sum(buffer.nbytes for buffer in learner.model.buffers())
+    shard = run.config.shard
+    expected = closed_form(
+        numel,
+        stage=shard.stage,
+        shard_size=shard.shard_size or run.ranks.world_size,
+        mixed_precision=mixed_precision(shard.precision),
+        buffer_bytes=buffer_bytes,
+    )
+    plain = closed_form(numel, stage=0, shard_size=run.ranks.world_size, buffer_bytes=buffer_bytes)
+    everyone = run.ranks.gather(mine, device=run.feed.device)
+    return memory_rows(everyone, expected=expected, plain=plain)
+
+
+def _peaks(run: Run) -> list[int]:
+    """Gather the peak memory of the ranks; collective."""
+    device = run.feed.device
+    return [int(row[0]) for row in run.ranks.gather([float(peak_bytes(device))], device=device)]
+
+
+def _sample(run: Run, learner: Learner) -> Sample | None:
+    """Let the model write, if asked to; collective."""
+    if run.config.run.sample_bytes == 0:
+        return None
+    return write_sample(
+        learner.model,
+        run.feed.corpus,
+        length=run.config.run.sample_bytes,
+        seed=run.config.run.seed,
+        is_writer=run.ranks.is_first,
+    )
+
+
+def _report(run: Run, summary: summaries.Summary) -> None:
+    """Print the sample, the table and the short report, and write them down."""
+    if summary.sample is not None:
+        run.console.rule("sample", align="left")
+        run.console.print(Text(summary.sample.prompt, "dim") + Text(summary.sample.text, "not dim"))
+    if summary.memory:
+        run.console.rule("memory", align="left")
+        shard = run.config.shard
+        title = f"stage {shard.stage}, {shard.precision}, {summary.world_size} rank(s)"
+        run.console.print(memory_table(summary.memory, title=title))
+    run.console.rule(
+        "stopped by Ctrl-C" if summary.history.is_interrupted else "done", align="left"
+    )
+    for name, text in summaries.facts(summary):
+        run.console.print(f"{name:<16} {text}", highlight=False)
+    if run.folder is not None:
+        summaries.write(run.folder, summary)
+        run.console.print(
+            f"{'metrics':<16} {run.folder / METRICS_NAME}, report in {run.folder / 'report.md'}",
+            highlight=False,
+            soft_wrap=True,
+        )

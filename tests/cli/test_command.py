@@ -1,0 +1,99 @@
+"""The whole command, as a person runs it: files, table, Ctrl-C, exit codes."""
+
+from __future__ import annotations
+
+import json
+import math
+import signal
+import time
+
+import pytest
+
+from shardwise.cli.train.settings import load
+from tests.cli.command import PLAIN, TIMEOUT_S, TINY, TORCHRUN, run, start
+from tests.cli.text import make_text
+
+
+def events(folder, kind):
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == kind]
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, PLAIN], ids=["torchrun", "ranks"])
+def test_two_ranks_train_prove_parity_and_report(tmp_path, launcher):
+    text, out = make_text(tmp_path), tmp_path / "out"
+    ranks = ("--ranks", "2") if launcher is PLAIN else ()
+    options = ("--data", str(text), "--out", str(out), "--steps", "6", "--check-parity", "4")
+    code, output, errors = run([*launcher, "train", *ranks, *TINY, *options, "--precision", "fp32"])
+    assert code == 0, errors
+    assert output.count("holds: ") == 2
+    assert "bit-equal" in output
+    assert output.count("optimizer state") == 1  # rank 0 alone speaks
+    steps = events(out, "step")
+    assert [event["step"] for event in steps] == list(range(1, 7))
+    assert all(math.isfinite(event["loss"]) for event in steps)
+    assert all(event["tokens"] == 2 * 2 * 64 for event in steps)
+    assert events(out, "parity")[0]["is_bit_equal"] is True
+    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    assert summary["validation_loss"] == events(out, "validation")[-1]["loss"]
+    for row in summary["memory"]:
+        assert row["measured_bytes"] <= 1.01 * row["closed_form_bytes"] + 1024, row
+    assert summary["memory"][-1]["measured_bytes"] < 0.7 * summary["memory"][-1]["plain_bytes"]
+    assert "| total |" in (out / "report.md").read_text(encoding="utf-8")
+    assert load(out / "config.toml", {}).run.steps == 6
+
+
+def test_a_toml_file_sets_a_run_and_options_override_it(tmp_path):
+    text, out = make_text(tmp_path), tmp_path / "out"
+    file = tmp_path / "run.toml"
+    file.write_text(
+        f'model = "tiny"\n[data]\npath = "{text}"\nsequence = 64\n'
+        f'[run]\nsteps = 50\nbatch = 2\nsample_bytes = 0\nout = "{out}"\n',
+        encoding="utf-8",
+    )
+    code, output, errors = run([*PLAIN, "train", "--config", str(file), "--steps", "3"])
+    assert code == 0, errors
+    assert "sample" not in output
+    assert len(events(out, "step")) == 3
+
+
+@pytest.mark.parametrize("ranks", [(), ("--ranks", "2")], ids=["plain", "ranks"])
+def test_ctrl_c_finishes_the_step_reports_and_exits_130(tmp_path, ranks):
+    text, out = make_text(tmp_path), tmp_path / "out"
+    options = ("--data", str(text), "--out", str(out), "--steps", "100000")
+    process = start([*PLAIN, "train", *ranks, *TINY, *options])
+    try:
+        deadline_s = time.monotonic() + TIMEOUT_S
+        metrics = out / "metrics.jsonl"
+        while not (metrics.exists() and metrics.stat().st_size):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert "Traceback" not in output + errors
+    assert "stopped by Ctrl-C" in output
+    assert "closed form" in output
+    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    assert summary["is_interrupted"] is True
+    assert summary["num_steps"] == len(events(out, "step"))
+
+
+def test_bad_input_is_refused_once_before_any_rank_starts(tmp_path):
+    code, output, errors = run([*PLAIN, "train", "--ranks", "2", "--data", str(tmp_path / "no")])
+    assert (code, output) == (2, "")
+    assert errors.count("\n") == 1
+    assert errors.startswith("shardwise train: --data expected")
+
+
+def test_what_only_the_ranks_can_refuse_ends_with_the_code_for_bad_input(tmp_path):
+    text = make_text(tmp_path)
+    code, _, errors = run(
+        [*PLAIN, "train", "--ranks", "2", "--shard-size", "3", "--data", str(text), *TINY]
+    )
+    assert code == 2
+    assert errors.count("shardwise train: ") == 1
+    assert "Traceback" not in errors
