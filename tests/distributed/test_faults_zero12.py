@@ -95,7 +95,7 @@ class CountingSGD(torch.optim.Optimizer):
 def test_the_inner_optimizer_is_called_once_a_step(face: Face, stage: int):
     """Called once per parameter, counters of a group run away and hooks fire again and again."""
     model = nn.Sequential(*(nn.Linear(40, 40) for _ in range(3)))
-    optimizer = wrap(face, model, CountingSGD, stage=stage)
+    optimizer = wrap(face, model, CountingSGD, stage=stage, chunk_numel=1700)
     for step in range(1, 4):
         optimizer.backward(model(torch.ones(1, 40)).sum())
         optimizer.step()
@@ -104,7 +104,7 @@ def test_the_inner_optimizer_is_called_once_a_step(face: Face, stage: int):
     assert optimizer.param_groups[0]["num_seen"] == len(optimizer.param_groups[0]["params"])
     calls: list[int] = []
     plain = nn.Sequential(*(nn.Linear(40, 40) for _ in range(3)))
-    adam = wrap(face, plain, torch.optim.Adam, stage=stage)
+    adam = wrap(face, plain, torch.optim.Adam, stage=stage, chunk_numel=1700)
     adam.unwrap().register_step_post_hook(lambda *_: calls.append(1))
     adam.backward(plain(torch.ones(1, 40)).sum())
     adam.step()

@@ -20,7 +20,7 @@ FACES: tuple[Face, ...] = ("module", "optimizer", "compatible")
 """`sw.shard`, `sw.ShardedOptimizer` alone, and the optimizer with another library's signature."""
 
 
-def wrap(
+def wrap(  # noqa: PLR0913 - one for each setting that faces share
     face: Face,
     model: nn.Module,
     make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
@@ -28,6 +28,7 @@ def wrap(
     stage: int,
     param_dtype: torch.dtype | None = None,
     clip_grad_norm: float | None = None,
+    chunk_numel: int | None = None,
     **loss_scale: Any,
 ) -> sw.ShardedOptimizer | LowLevelZeroOptimizer:
     """Shard a model's training state and return its optimizer.
@@ -39,6 +40,7 @@ def wrap(
         stage: 1 or 2.
         param_dtype: Dtype of the working parameters; None leaves them.
         clip_grad_norm: Largest norm.
+        chunk_numel: Capacity of a chunk of float32 parameters.
         loss_scale: Fields of `sw.LossScale`.
     """
     inner = make_optimizer(list(model.parameters()))
@@ -48,17 +50,23 @@ def wrap(
             partition_grad=stage == 2,
             forced_dtype=param_dtype,
             clip_grad_norm=clip_grad_norm or 0.0,
+            reduce_bucket_size=chunk_numel or 2**20,
             **loss_scale,
         )
     precision = None
+    chunk_bytes = None if chunk_numel is None else 4 * chunk_numel
     if param_dtype is not None:
         scale = sw.LossScale(**loss_scale)
         precision = sw.MixedPrecision(param_dtype=param_dtype, loss_scale=scale)
     if face == "module":
-        sw.shard(model, stage=stage, mixed_precision=precision)
+        sw.shard(model, stage=stage, mixed_precision=precision, chunk_bytes=chunk_bytes)
         return sw.ShardedOptimizer(inner, clip_grad_norm=clip_grad_norm)
     return sw.ShardedOptimizer(
-        inner, stage=stage, mixed_precision=precision, clip_grad_norm=clip_grad_norm
+        inner,
+        stage=stage,
+        mixed_precision=precision,
+        clip_grad_norm=clip_grad_norm,
+        chunk_bytes=chunk_bytes,
     )
 
 

@@ -78,16 +78,22 @@ class GradientReducer:
         threaded = axis.group is not None and is_pairwise(axis, torch.empty(0, device=device))
         self._executor: Executor = ThreadExecutor() if threaded else LaggedExecutor()
         self._hooks: dict[ManagedParameter, list[torch.utils.hooks.RemovableHandle]] = {}
-        self._nodes: dict[ManagedParameter, torch.autograd.graph.Node] = {}
+        self._nodes: dict[ManagedParameter, tuple[torch.autograd.graph.Node, int]] = {}
         self.watch()
 
     def watch(self) -> None:
-        """Put hooks on parameters that are trainable and have none yet."""
+        """Hook parameters that are trainable and have no hooks, or lost one to new ``.data``."""
         for record in self.records:
-            if record.parameter.requires_grad and record not in self._hooks:
-                self._watch(record)
+            is_known = record in self._hooks
+            if not record.parameter.requires_grad or (is_known and record.chunk.pending):
+                continue
+            storage = record.parameter.untyped_storage()._cdata
+            if not is_known or self._nodes[record][1] != storage:
+                for hook in self._hooks.pop(record, ()):
+                    hook.remove()
+                self._watch(record, storage)
 
-    def _watch(self, record: ManagedParameter) -> None:
+    def _watch(self, record: ManagedParameter, storage: int) -> None:
         """Hook the node that accumulates into one parameter's gradient."""
         with torch.enable_grad():
             alias = record.parameter.view_as(record.parameter).grad_fn
@@ -96,7 +102,7 @@ class GradientReducer:
         assert node is not None
         record.handle = ShardedGradient(record)
         record.chunk.ensure_master()
-        self._nodes[record] = node  # the tensor holds its node weakly
+        self._nodes[record] = (node, storage)  # the tensor holds its node weakly
         self._hooks[record] = [
             node.register_prehook(partial(self._before, record)),
             record.parameter.register_post_accumulate_grad_hook(partial(self._after, record)),
@@ -108,11 +114,7 @@ class GradientReducer:
         return self._phase is Phase.OPEN
 
     def close(self) -> None:
-        """Let go of the parameters and of the thread; ``watch`` takes them up again.
-
-        Needed before the parameters can be collected: a node of autograd owns its parameter, which
-        Python's collector cannot see.
-        """
+        """Let go of parameters (nodes that own them are hidden from Python) and of the thread."""
         self._executor.close()
         for hooks in self._hooks.values():
             for hook in hooks:

@@ -46,6 +46,7 @@ def test_a_cast_there_and_back_is_no_change() -> None:
             model = sw.shard(nn.Linear(5, 3), stage=stage)
             optimizer = sw.ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))
             for _ in range(2):
+                optimizer.backward(model(torch.ones(1, 5)).sum())
                 _step(model, optimizer)
                 if casts:
                     model.double()

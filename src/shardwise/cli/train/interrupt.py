@@ -6,9 +6,10 @@ It does not decide for the others: the loop sends the wish round with each step'
 from __future__ import annotations
 
 import signal
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import FrameType, TracebackType
 
 EXIT_CODE: Final = 130
@@ -26,7 +27,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.is_requested = False
-        self._previous: signal.Handlers | int | object = signal.SIG_DFL
+        self._previous: Callable[[int, FrameType | None], Any] | int | None = signal.SIG_DFL
 
     def __enter__(self) -> StopRequest:
         """Take SIGINT over."""
@@ -40,7 +41,7 @@ class StopRequest:
         trace: TracebackType | None,
     ) -> None:
         """Give SIGINT back."""
-        signal.signal(signal.SIGINT, self._previous)  # pyrefly: ignore
+        signal.signal(signal.SIGINT, self._previous)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         """Note the wish; the next SIGINT raises KeyboardInterrupt."""

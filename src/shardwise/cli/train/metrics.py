@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
+    from _typeshed import DataclassInstance
+
 METRICS_NAME = "metrics.jsonl"
 
 
@@ -78,11 +80,11 @@ class MetricsFile:
         if self._file is not None:
             self._file.close()
 
-    def write(self, event: str, record: object) -> None:
-        """Append one record, a dataclass instance, as a line."""
+    def write(self, event: str, record: DataclassInstance) -> None:
+        """Append one record as a line."""
         if self._file is None:
             return
-        fields = dataclasses.asdict(record)  # pyrefly: ignore
+        fields = dataclasses.asdict(record)
         if isinstance(record, StepRecord):
             fields["tokens_per_s"] = record.tokens_per_s
         self._file.write(json.dumps({"event": event, **fields}) + "\n")
