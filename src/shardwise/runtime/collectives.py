@@ -12,6 +12,7 @@ Legend: buffer_C is a whole chunk, slice_S one rank's part, C = size * S.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import Enum
 from typing import TYPE_CHECKING, Protocol
 
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardwise.runtime.topology import Axis, Topology
+
+
+Allocate = Callable[[torch.Tensor, int], torch.Tensor]
+"""Returns uninitialised memory like a tensor's, of a number of elements."""
 
 
 class Channel(Enum):
@@ -82,14 +87,17 @@ def start_all_gather(buffer_C: torch.Tensor, axis: Axis, channel: Channel) -> li
 class ReduceScatter:
     """A started sum over an axis: begun in the constructor, ended by ``finish``.
 
-    The buffer must stay untouched until ``finish``; afterwards it is free for reuse.
+    The buffer must stay untouched until ``finish``; afterwards it is free for reuse. Received
+    slices lie in memory that ``allocate`` gives; ``finish`` leaves them in ``received`` for reuse.
     Collectives: one reduce-scatter, C * (size - 1) / size elements sent by each rank.
     """
 
-    def __init__(self, buffer_C: torch.Tensor, axis: Axis) -> None:
+    def __init__(
+        self, buffer_C: torch.Tensor, axis: Axis, allocate: Allocate = torch.Tensor.new_empty
+    ) -> None:
         """Start to exchange slices of ``buffer_C``."""
-        self._axis = axis
         self.own_S = slice_of(buffer_C, axis.rank, axis.size)
+        self.received: list[torch.Tensor] = []
         self._parts: list[torch.Tensor] = [self.own_S]
         self._works: list[Waitable] = []
         if axis.group is None or buffer_C.numel() == 0:
@@ -98,34 +106,37 @@ class ReduceScatter:
             work = dist.reduce_scatter_single(self.own_S, buffer_C, group=axis.group, async_op=True)
             self._works = [work] if work is not None else []
             return
-        received = buffer_C.new_empty((axis.size - 1, self.own_S.numel()))
-        self._parts = []
-        for part, peer in zip(received, axis.peers, strict=True):
+        for peer in axis.peers:
+            part = allocate(buffer_C, self.own_S.numel())
             theirs_S = slice_of(buffer_C, peer, axis.size)
             self._works += _swap(theirs_S, part, peer, axis, Channel.REDUCE)
-            self._parts.append(part)
+            self.received.append(part)
+        self._parts = [*self.received]
         self._parts.insert(axis.rank, self.own_S)
+        if buffer_C.dtype in HALF_DTYPES:
+            wide = buffer_C.new_empty(0, dtype=torch.float32)
+            self.received.append(allocate(wide, self.own_S.numel()))
 
     def finish(self) -> torch.Tensor:
         """Wait, add in rank order and return the sum, [S].
 
-        The sum is in at least float32 where ranks were added, and lies in the rank's own slice of
-        the buffer where that has the right dtype.
+        The sum is in at least float32 where ranks were added. It lies in a tensor of ``received``,
+        or in the rank's own slice where nothing was received.
         """
         wait_all(self._works)
         parts, self._parts = self._parts, []
         if len(parts) == 1:
             return parts[0]
         if parts[0].dtype in HALF_DTYPES:
-            total_S = parts[0].float()
+            total_S = self.received[-1].copy_(parts[0])
             for part in parts[1:]:
                 total_S.add_(part)
             return total_S
-        total_S = parts[0]
-        for part in parts[1:-1]:
+        # the own slice may be unread until the last addition: sum into received memory
+        total_S = torch.add(parts[0], parts[1], out=self.received[0])
+        for part in parts[2:]:
             total_S.add_(part)
-        # only the last addition may write the own slice: before it, that slice may be unread
-        return torch.add(total_S, parts[-1], out=self.own_S)
+        return total_S
 
 
 def all_reduce_in_rank_order(buffer_C: torch.Tensor, axis: Axis, *, divisor: int) -> None:

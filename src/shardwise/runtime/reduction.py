@@ -39,14 +39,8 @@ class Reduction:
         """Return the chunk's whole gradient buffer [C], making one where there is none."""
         buffer_C = chunk.gradients_C
         if buffer_C is None:
-            key = (chunk.layout.numel, chunk.reduce_dtype)
-            free = self._free.get(key)
-            buffer_C = (
-                free.pop()
-                if free
-                else torch.empty_like(chunk.parameters_C, dtype=chunk.reduce_dtype)
-            )
-            chunk.gradients_C = buffer_C
+            like = chunk.parameters_C.new_empty(0, dtype=chunk.reduce_dtype)
+            buffer_C = chunk.gradients_C = self._take(like, chunk.layout.numel)
         elif self._keeps_whole and _is_inside(chunk.gradient_S, buffer_C):
             # stage 1: the result of the last pass lies in the buffer that this pass fills
             assert chunk.gradient_S is not None
@@ -73,7 +67,7 @@ class Reduction:
             # a native 16-bit sum may overflow where its mean does not
             buffer_C.div_(divisor)
             divisor = 1
-        exchange = ReduceScatter(buffer_C, shard)
+        exchange = ReduceScatter(buffer_C, shard, self._take)
         return lambda: self._end(chunk, buffer_C, exchange, divisor)
 
     def release(self, chunk: Chunk) -> None:
@@ -96,32 +90,50 @@ class Reduction:
                 total_S, divisor = total_S.div_(divisor).to(buffer_C.dtype), 1
             all_reduce_in_rank_order(total_S, replicate, divisor=divisor)
             divisor = 1
-        if chunk.gradient_S is not None:
-            if divisor != 1:
-                total_S.div_(divisor)
-            # rounded first: every stage then adds the same numbers
-            chunk.gradient_S.add_(total_S.to(chunk.gradient_S.dtype))
-            self._recycle(buffer_C)
-            return
+        unused = list(exchange.received)
         stays = self._keeps_whole or total_S.numel() == buffer_C.numel()
-        out_S = exchange.own_S if stays else buffer_C.new_empty(total_S.numel())
-        _store(total_S, divisor, out_S)
-        chunk.gradient_S = out_S
+        if chunk.gradient_S is None:
+            place_S = exchange.own_S if stays else _place(total_S, buffer_C, unused)
+            chunk.gradient_S = _divide(total_S, divisor, place_S)
+        else:
+            # rounded first: every stage then adds the same numbers
+            mean_S = _divide(total_S, divisor, total_S).to(chunk.gradient_S.dtype)
+            chunk.gradient_S.add_(mean_S)
+            stays = self._keeps_whole
         if not stays:
-            self._recycle(buffer_C)
+            unused.append(buffer_C)
+        for tensor in unused:
+            self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
 
-    def _recycle(self, buffer_C: torch.Tensor) -> None:
-        """Offer a buffer for reuse by the next chunk of this pass."""
-        if not self._keeps_whole:
-            self._free.setdefault((buffer_C.numel(), buffer_C.dtype), []).append(buffer_C)
+    def _take(self, like: torch.Tensor, numel: int) -> torch.Tensor:
+        """Return memory for ``numel`` elements, reused within the pass where there is some.
+
+        Called on the thread that runs backward only: memory of another thread's allocator arena
+        would go back to the system, and be faulted in again, at every step.
+        """
+        free = self._free.get((numel, like.dtype))
+        return free.pop() if free else like.new_empty(numel)
 
 
-def _store(total_S: torch.Tensor, divisor: int, out_S: torch.Tensor) -> None:
-    """Write ``total / divisor`` into the slice, dividing before any rounding."""
-    if total_S.dtype == out_S.dtype and divisor != 1:
-        torch.div(total_S, divisor, out=out_S)
-    elif total_S is not out_S:
-        out_S.copy_(total_S if divisor == 1 else total_S.div_(divisor))
+def _place(
+    total_S: torch.Tensor, buffer_C: torch.Tensor, unused: list[torch.Tensor]
+) -> torch.Tensor:
+    """Return memory for a slice: a received one, if possible that of the sum itself."""
+    fits = [tensor for tensor in unused if tensor.dtype == buffer_C.dtype]
+    fits.sort(key=lambda tensor: tensor is not total_S)
+    if not fits:
+        return buffer_C.new_empty(total_S.numel())
+    unused[:] = [tensor for tensor in unused if tensor is not fits[0]]
+    return fits[0]
+
+
+def _divide(total_S: torch.Tensor, divisor: int, out_S: torch.Tensor) -> torch.Tensor:
+    """Write ``total / divisor`` to ``out``, dividing before any rounding, and return it."""
+    if total_S.dtype != out_S.dtype:
+        return out_S.copy_(total_S.div_(divisor) if divisor != 1 else total_S)
+    if divisor != 1:
+        return torch.div(total_S, divisor, out=out_S)
+    return out_S if out_S is total_S else out_S.copy_(total_S)
 
 
 def _is_inside(slice_S: torch.Tensor | None, buffer_C: torch.Tensor) -> bool:
