@@ -29,10 +29,16 @@ CLIP_EPSILON = 1e-6
 class Gradients:
     """Gradients of the members of one binding."""
 
-    def __init__(self, binding: Binding, scaler: LossScaler | None) -> None:
+    def __init__(self, binding: Binding, scaler: LossScaler) -> None:
         """Serve one optimizer."""
         self._binding = binding
         self._scaler = scaler
+
+    @property
+    def scaler(self) -> LossScaler | None:
+        """The loss scaling in force: None while no trainable parameter is float16."""
+        is_scaled = any(engine.is_scaled for engine in self._binding.engines())
+        return self._scaler if is_scaled else None
 
     # ------------------------------------------------------------------ coming in
 
@@ -53,8 +59,9 @@ class Gradients:
                         fix="pass weight= every time, or call zero_grad() first",
                     )
                 )
-        scale = 1.0 if self._scaler is None else self._scaler.scale
-        if self._scaler is not None:
+        scaler = self.scaler
+        scale = 1.0 if scaler is None else scaler.scale
+        if scaler is not None:
             scale = next((e.gradient_scale for e in engines if e.has_gradients), scale)
         for engine in engines:
             engine.gradient_scale = scale

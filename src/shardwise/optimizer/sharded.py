@@ -123,8 +123,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         binding.serve(self)
         precision = next((e.precision for e in engines if e.precision is not None), None)
         scale = precision.loss_scale if precision is not None else LossScale()
-        self._scaler = LossScaler(scale) if any(e.is_scaled for e in engines) else None
-        self._gradients = Gradients(binding, self._scaler)
+        self._gradients = Gradients(binding, LossScaler(scale))
         self.last_step_skipped = False
         self._norm: float = 0.0
         self._clipped_norm: float | None = None
@@ -147,7 +146,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """Scale of the next loss; 1.0 unless gradients are float16."""
-        return 1.0 if self._scaler is None else self._scaler.scale
+        scaler = self._gradients.scaler
+        return 1.0 if scaler is None else scaler.scale
 
     def unwrap(self) -> torch.optim.Optimizer:
         """Return the wrapped optimizer."""
@@ -273,8 +273,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         norm, divisors = self._gradients.measure(self._norm_type)
         self._norm = norm if self._clipped_norm is None else self._clipped_norm
         overflowed = not math.isfinite(norm) or any(d == 0 for d in divisors.values())
-        if self._scaler is not None and self._gradients.exist():
-            self._scaler.update(overflowed=overflowed)
+        scaler = self._gradients.scaler
+        if scaler is not None and self._gradients.exist():
+            scaler.update(overflowed=overflowed)
         if overflowed:
             self._skip(norm)
             return loss
@@ -356,13 +357,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._inner.param_groups = groups
         self._share()
         extra = state_dict.get("shardwise", {})
-        if self._scaler is not None and extra.get("loss_scaler") is not None:
-            self._scaler.load_state_dict(extra["loss_scaler"])
+        scaler = self._gradients.scaler
+        if scaler is not None and extra.get("loss_scaler") is not None:
+            scaler.load_state_dict(extra["loss_scaler"])
         self._exchange().load_masters(extra.get("masters", {}))
 
     def _exchange(self) -> StateExchange:
         """Return the translator between pieces and whole state."""
-        return StateExchange(self._inner, self._binding, self._scaler)
+        return StateExchange(self._inner, self._binding, self._gradients.scaler)
 
     def refresh_master_parameters(self) -> None:
         """Take float32 masters from the working parameters.

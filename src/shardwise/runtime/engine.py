@@ -29,7 +29,7 @@ from shardwise.runtime.collectives import (
 )
 from shardwise.runtime.managed import ATTRIBUTE, ManagedParameter, record_of
 from shardwise.runtime.publisher import publish, settle_chunk
-from shardwise.runtime.reducer import GradientReducer
+from shardwise.runtime.reducer import UNSCALED, GradientReducer
 from shardwise.runtime.reduction import Reduction
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Engine:
 
     def _make_reducer(self) -> GradientReducer:
         """Watch the gradients of the chunks as they are now."""
-        reducer = GradientReducer(
+        return GradientReducer(
             self.records,
             self.chunks,
             self.topology,
@@ -111,9 +111,6 @@ class Engine:
             ),
             leaves_stand_ins=self.options.leaves_stand_ins,
         )
-        if self.is_scaled:
-            reducer.bare_backward_refusal = "the loss of a float16 model must be scaled"
-        return reducer
 
     def serve(self, face: object) -> None:
         """Watch the parameters as long as ``face``, a sharded module or an optimizer, lives.
@@ -331,7 +328,7 @@ class Engine:
             self.local_weight = None
             sums = self.options.sums_gradients
             reduction.divisor = 1 if sums else self.topology.size
-            self.reducer.bare_backward_refusal = refusal if self.is_scaled else None
+            self.reducer.bare_backward_refusal = UNSCALED if self.is_scaled else None
             return
         self.local_weight = (self.local_weight or 0.0) + weight
         reduction.divisor = 1

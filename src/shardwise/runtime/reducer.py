@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from shardwise.runtime.topology import Topology
 
 OUTSIDE_BACKWARD = -1
+UNSCALED = "the loss of a float16 model must be scaled"
 
 
 class Phase(Enum):
@@ -102,6 +103,8 @@ class GradientReducer:
         assert node is not None
         record.handle = ShardedGradient(record)
         record.chunk.ensure_master()
+        if record.parameter.dtype is torch.float16 and self.bare_backward_refusal is None:
+            self.bare_backward_refusal = UNSCALED
         self._nodes[record] = (node, storage)  # the tensor holds its node weakly
         self._hooks[record] = [
             node.register_prehook(partial(self._before, record)),

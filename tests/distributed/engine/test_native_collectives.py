@@ -44,11 +44,11 @@ def test_a_native_half_sum_is_divided_before_it_is_sent(dtype: torch.dtype) -> N
         mock.patch.object(reduction, "is_pairwise", never),
     ):
         model = torch.nn.Linear(4, 4, bias=False, dtype=dtype)
-        optimizer = sw.ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), stage=2)
+        unscaled = sw.MixedPrecision(loss_scale=sw.LossScale(initial_scale=1.0))
+        optimizer = sw.ShardedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=1.0), stage=2, mixed_precision=unscaled
+        )
         large = 40_000.0  # the sum of three is above the largest float16, their mean is not
-        if dtype is torch.float16:
-            optimizer._scaler = None
-            optimizer._gradients._scaler = None
         optimizer.backward((model.weight * large).float().sum())
         gradient = sw.full_gradient(model.weight)
     assert gradient is not None
