@@ -113,6 +113,15 @@ class MixedPrecision:
                         fix="choose one of these or None",
                     )
                 )
+        if not isinstance(self.master_weights, bool):
+            raise ConfigurationError(
+                mismatch(
+                    "MixedPrecision.master_weights",
+                    expected="True or False",
+                    got=repr(self.master_weights),
+                    fix="pass a bool",
+                )
+            )
         if not isinstance(self.loss_scale, LossScale):
             raise ConfigurationError(
                 mismatch(

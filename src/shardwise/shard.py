@@ -162,7 +162,7 @@ def full_parameters(module: nn.Module, *, writeback: bool = False) -> Generator[
         engine.adopt_moved_parameters()
         for chunk in {record.chunk: None for record in records}:
             broadcast_from_first(chunk.parameters_C, engine.topology)
-        engine.refresh_changed_masters(everything=True)
+        engine.refresh_changed_masters()
 
 
 def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
@@ -227,6 +227,13 @@ def _check_arguments(
     """Refuse arguments of the wrong kind."""
     if not isinstance(module, nn.Module):
         raise _bad("module", "a torch.nn.Module", type(module).__name__, "pass the model")
+    if isinstance(module, nn.parallel.DistributedDataParallel):
+        raise _bad(
+            "module",
+            "a plain module",
+            "DistributedDataParallel",
+            "drop that wrapper: shardwise reduces gradients itself",
+        )
     if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
         raise _bad(
             "mixed_precision",

@@ -84,6 +84,7 @@ class Binding:
         state = self._optimizer.state
         for record in self.records():
             if record.piece is None:
+                self._pieces.pop(record, None)
                 continue
             known = self._pieces.get(record)
             update_S = record.chunk.update_S

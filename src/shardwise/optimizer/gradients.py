@@ -50,6 +50,8 @@ class Gradients:
         value = check_weight(weight)
         engines = self._binding.engines()
         for engine in engines:
+            engine.forget_factors()
+        for engine in engines:
             if engine.has_gradients and (engine.local_weight is None) != (value is None):
                 raise ShardwiseError(
                     mismatch(
@@ -90,7 +92,11 @@ class Gradients:
                         fix="leave no_sync() first; the gradients are then reduced",
                     )
                 )
+        scaler = self.scaler
         for engine in engines:
+            if scaler is not None and not engine.has_gradients:
+                # this rank had no pass: what it takes part in now has the scale of the others
+                engine.gradient_scale = scaler.scale
             engine.reducer.settle()
             engine.settle_parameters()
             engine.refresh_changed_masters()
@@ -169,6 +175,19 @@ class Gradients:
         return [p.grad for p in self._binding.left_out() if p.grad is not None]
 
 
+def check_loss(loss: object) -> None:
+    """Refuse a loss that has no gradient to give."""
+    if not isinstance(loss, torch.Tensor):
+        raise ConfigurationError(
+            mismatch(
+                "backward",
+                expected="a scalar tensor",
+                got=type(loss).__name__,
+                fix="pass the loss that the model returned",
+            )
+        )
+
+
 def check_clip(max_norm: float | None) -> float | None:
     """Return a clipping limit, or refuse one that is not a positive number."""
     if max_norm is None:
@@ -190,7 +209,9 @@ def check_weight(weight: float | None) -> float | None:
     """Return a weight as a number, or refuse one that cannot be one."""
     if weight is None:
         return None
-    value = float(weight)
+    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    is_scalar = hasattr(weight, "numel") and weight.numel() == 1
+    value = float(weight) if is_number or is_scalar else math.nan
     if not math.isfinite(value) or value < 0:
         raise ConfigurationError(
             mismatch(

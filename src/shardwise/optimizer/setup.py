@@ -106,7 +106,11 @@ def bind_group(
     optimizer.add_param_group({**param_group, "params": list(parameters)})
     if options.stage is not None and unmanaged:
         names = [f"group {len(binding.groups)}: {i}" for i in range(len(unmanaged))]
-        _make_engine(unmanaged, names, atom, options)
+        try:
+            _make_engine(unmanaged, names, atom, options)
+        except BaseException:
+            optimizer.param_groups.pop()
+            raise
     binding.add_group(parameters)
 
 

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.errors import ConfigurationError, mismatch
-from shardwise.optimizer.gradients import Gradients, check_clip, clip_coefficient
+from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
+from shardwise.optimizer.accounting import held_storages
+from shardwise.optimizer.gradients import Gradients, check_clip, check_loss, clip_coefficient
 from shardwise.optimizer.setup import SetUp, bind_group, set_up
 from shardwise.optimizer.state import StateExchange
 from shardwise.optimizer.stepping import Factors, Stepper
@@ -130,6 +131,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if earlier is not None:
             self.load_state_dict(earlier)
 
+    def __deepcopy__(self, memo: dict[int, object]) -> ShardedOptimizer:
+        """Refuse: a copy would update the same chunks."""
+        raise ShardwiseError(
+            mismatch(
+                "copy.deepcopy",
+                expected="a plain optimizer",
+                got="a ShardedOptimizer",
+                fix="make a new one over the copied model and load state_dict() into it",
+            )
+        )
+
     def _share(self) -> None:
         """Show the wrapped optimizer's groups and state as one's own."""
         self.param_groups = self._inner.param_groups
@@ -155,20 +167,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def held_storages(self) -> dict[str, list[torch.Tensor]]:
         """Return the tensors whose storages this rank holds, by purpose, for accounting."""
-        held: dict[str, list[torch.Tensor]] = {}
-        for engine in self._binding.engines():
-            for purpose, tensors in engine.tensors().items():
-                held.setdefault(purpose, []).extend(tensors)
-        left_out = self._binding.left_out()
-        held.setdefault("parameters", []).extend(left_out)
-        held.setdefault("gradients", []).extend(p.grad for p in left_out if p.grad is not None)
-        held["optimizer_state"] = [
-            value
-            for entry in self._inner.state.values()
-            for value in entry.values()
-            if isinstance(value, torch.Tensor)
-        ]
-        return held
+        return held_storages(self._inner, self._binding)
 
     # ------------------------------------------------------------------ gradients
 
@@ -190,6 +189,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Collectives: a reduce-scatter per chunk, begun during the pass, and one agreement; none
         inside ``no_sync``.
         """
+        check_loss(loss)
         scale = self._gradients.begin(weight)
         wide = loss.float() if loss.dtype in HALF_DTYPES else loss
         scaled = loss if scale == 1.0 else wide * scale
@@ -294,7 +294,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Leave everything as it was and drop the gradients."""
         self.last_step_skipped = True
         logger.warning(
-            "step skipped: gradient norm is %s; loss scale is now %g", norm, self.loss_scale
+            "step skipped: the global gradient norm is %s%s",
+            norm,
+            "" if self._gradients.scaler is None else f"; loss scale is now {self.loss_scale:g}",
         )
         self.zero_grad()
 
@@ -348,6 +350,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigurationError: Groups or shapes do not match; nothing is changed.
         """
+        for engine in self._binding.engines():
+            engine.settle_parameters()
+            engine.reducer.watch()
+        self._binding.refresh()
         groups = self._inner.param_groups
         local = self._exchange().localise(state_dict)
         self._inner.load_state_dict(local)

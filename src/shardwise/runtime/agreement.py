@@ -35,7 +35,6 @@ class Verdict:
 def agree(
     topology: Topology,
     *,
-    device: torch.device,
     num_bits: int,
     finishing_mask: int | None = None,
     step_mask: int = 0,
@@ -44,7 +43,6 @@ def agree(
 
     Args:
         topology: The ranks that must agree.
-        device: Where the exchanged numbers lie.
         num_bits: Length of every mask, equal on all ranks.
         finishing_mask: This rank's facts at the end of a backward pass, None at a step.
         step_mask: This rank's facts at a step.
@@ -59,30 +57,27 @@ def agree(
     numbers = torch.tensor(
         [prints[0], -prints[0], prints[1], -prints[1], int(is_finishing)],
         dtype=torch.int64,
-        device=device,
     )
     high, low, step_high, step_low, any_finishing = all_reduce_scalars(
         numbers, topology.axes, maximum=True
     ).tolist()
     mask, differs = (finish, high != -low) if any_finishing else (step_mask, step_high != -step_low)
     if differs:
-        mask = _union(mask, num_bits, topology, device)
+        mask = _union(mask, num_bits, topology)
     return Verdict(mask, bool(any_finishing))
 
 
-def fingerprints_agree(fingerprint: int, topology: Topology, device: torch.device) -> bool:
+def fingerprints_agree(fingerprint: int, topology: Topology) -> bool:
     """Return, on all ranks alike, whether every rank passed the same number."""
     number = fingerprint % _PRIME
-    numbers = torch.tensor([number, -number], dtype=torch.int64, device=device)
+    numbers = torch.tensor([number, -number], dtype=torch.int64)
     high, low = all_reduce_scalars(numbers, topology.axes, maximum=True).tolist()
     return high == -low
 
 
-def _union(mask: int, num_bits: int, topology: Topology, device: torch.device) -> int:
+def _union(mask: int, num_bits: int, topology: Topology) -> int:
     """Exchange the bits themselves."""
     data = bytearray(mask.to_bytes((num_bits + 7) // 8, "little"))
-    bits = torch.tensor(
-        [data[i // 8] >> (i % 8) & 1 for i in range(num_bits)], dtype=torch.uint8, device=device
-    )
+    bits = torch.tensor([data[i // 8] >> (i % 8) & 1 for i in range(num_bits)], dtype=torch.uint8)
     merged = all_reduce_scalars(bits, topology.axes, maximum=True).tolist()
     return sum(1 << i for i, bit in enumerate(merged) if bit)

@@ -141,7 +141,7 @@ def check_same_on_all_ranks(
     ]
     text = repr((described, *settings)).encode()
     fingerprint = zlib.crc32(text) << 32 | zlib.adler32(text)
-    if topology.size > 1 and not fingerprints_agree(fingerprint, topology, topology.device):
+    if topology.size > 1 and not fingerprints_agree(fingerprint, topology):
         raise ConfigurationError(
             mismatch(
                 "model and settings",

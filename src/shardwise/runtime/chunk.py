@@ -88,12 +88,17 @@ class Chunk:
         if self.master_S is not None:
             self.parameter_S.copy_(self.master_S)
 
-    def refresh_master(self, record: ManagedParameter) -> None:
-        """Take the owned piece of the master from the working parameter."""
+    def refresh_master(self, record: ManagedParameter, *, keeps_exact: bool = True) -> None:
+        """Take the owned piece of the master from the working parameter.
+
+        With ``keeps_exact``, elements that round to the working value stay as exact as they are.
+        """
         if self.master_S is None:
             return
         piece, working = record.piece_in(self.master_S), record.piece_in(self.parameter_S)
         if piece is not None and working is not None:
+            if keeps_exact:
+                working = piece.where(piece.to(working.dtype) == working, working.to(piece.dtype))
             piece.copy_(working)
 
     def await_parameters(self) -> None:

@@ -63,7 +63,7 @@ def is_pairwise(axis: Axis, buffer: torch.Tensor) -> bool:
     """Return whether tensors on this device go point to point (trivially so without peers)."""
     if axis.group is None:
         return True
-    return buffer.device.type == "cpu" and dist.get_backend(axis.group) == "gloo"
+    return buffer.device.type == "cpu" and axis.group._get_backend(buffer.device).name() == "gloo"
 
 
 def start_all_gather(buffer_C: torch.Tensor, axis: Axis, channel: Channel) -> list[Waitable]:
@@ -165,11 +165,15 @@ def broadcast_from_first(tensor: torch.Tensor, topology: Topology) -> None:
 def all_reduce_scalars(
     values: torch.Tensor, axes: Sequence[Axis], *, maximum: bool = False
 ) -> torch.Tensor:
-    """Sum (or take the maximum of) a few numbers over the axes, in place, and return them."""
+    """Sum (or take the maximum of) a few numbers over the axes, in place, and return them.
+
+    Numbers on the CPU travel by the control group, apart from collectives of other devices.
+    """
     op = dist.ReduceOp.MAX if maximum else dist.ReduceOp.SUM
     for axis in axes:
         if axis.group is not None:
-            dist.all_reduce(values, op=op, group=axis.group)
+            group = axis.control if values.device.type == "cpu" else axis.group
+            dist.all_reduce(values, op=op, group=group)
     return values
 
 
@@ -177,7 +181,7 @@ def _swap(
     outgoing: torch.Tensor, incoming: torch.Tensor, peer: int, axis: Axis, channel: Channel
 ) -> list[Waitable]:
     """Start to receive from and send to one peer."""
-    tag = channel.value
+    tag = channel.value + len(Channel) * axis.lane
     received = dist.irecv(incoming, group=axis.group, group_src=peer, tag=tag)
     sent = dist.isend(outgoing, group=axis.group, group_dst=peer, tag=tag)
     return [work for work in (received, sent) if work is not None]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -82,6 +83,8 @@ class Engine:
         self.options = options
         self.left_out: frozenset[nn.Parameter] = frozenset()
         """Parameters of the module that are not sharded."""
+        self.was_updated = False
+        """An optimizer has stepped: its state belongs to the pieces as they are cut now."""
         self.gradient_scale = 1.0
         """Loss scale that the held gradients were produced with."""
         self.local_weight: float | None = None
@@ -100,7 +103,7 @@ class Engine:
 
     def _make_reducer(self) -> GradientReducer:
         """Watch the gradients of the chunks as they are now."""
-        return GradientReducer(
+        reducer = GradientReducer(
             self.records,
             self.chunks,
             self.topology,
@@ -111,6 +114,8 @@ class Engine:
             ),
             leaves_stand_ins=self.options.leaves_stand_ins,
         )
+        reducer.on_weighted = partial(_weigh_with_nothing, weakref.ref(self))
+        return reducer
 
     def serve(self, face: object) -> None:
         """Watch the parameters as long as ``face``, a sharded module or an optimizer, lives.
@@ -154,9 +159,9 @@ class Engine:
 
     @property
     def has_gradients(self) -> bool:
-        """True when some optimizer's gradient is held, or waits under no_sync."""
+        """True when some optimizer's gradient, with its factors, is held or waits under no_sync."""
         return any(
-            record.is_held or record.local is not None or record.parameter.grad is not None
+            (record.is_held and not record.is_zero) or record.has_local_gradient
             for record in self.records
             if record.is_claimed
         )
@@ -178,12 +183,13 @@ class Engine:
         Exact masters move along. Collectives: a broadcast per chunk and axis, and an all-gather of
         the masters.
         """
-        if self.reducer.is_open or any(record.is_held for record in self.records):
+        has_gradients = self.reducer.is_open or any(record.is_held for record in self.records)
+        if has_gradients or self.was_updated:
             raise ShardwiseError(
                 mismatch(
-                    "repacking",
-                    expected="no gradients",
-                    got="gradients of a backward pass",
+                    "an optimizer that needs whole parameters",
+                    expected="a model that was not trained since it was sharded",
+                    got="gradients" if has_gradients else "updates of an earlier optimizer",
                     fix="make the ShardedOptimizer before the first backward pass",
                 )
             )
@@ -222,6 +228,7 @@ class Engine:
 
     def publish(self, chunk: Chunk) -> None:
         """Send an updated slice to the other ranks. Collectives: one all-gather, started here."""
+        self.was_updated = True
         publish(chunk, self.topology.shard, lazily=self.options.knows_model)
 
     @property
@@ -236,12 +243,15 @@ class Engine:
                 settle_chunk(chunk)
 
     def refresh_changed_masters(self, *, everything: bool = False) -> None:
-        """Take masters from working parameters that the user has written since the last update."""
+        """Take masters from working parameters that the user has written since the last update.
+
+        A master that rounds to the working value already is kept, unless ``everything`` is asked.
+        """
         self.adopt_moved_parameters()
         for record in self.records:
             is_changed = everything or record.parameter._version != record.seen_version
             if is_changed and not record.chunk.pending:
-                record.chunk.refresh_master(record)
+                record.chunk.refresh_master(record, keeps_exact=not everything)
                 record.seen_version = record.parameter._version
 
     def adopt_moved_parameters(self) -> None:
@@ -299,18 +309,19 @@ class Engine:
                 if record.chunk is chunk:
                     record.zero_gradient()
 
-        self._forget_factors()
+        self.forget_factors()
 
-    def _forget_factors(self) -> None:
+    def forget_factors(self) -> None:
         """Start the next step with a fresh loss scale and weight, if no optimizer needs the old.
 
         Gradients that no optimizer will use are dropped where the factors were part of them.
         """
-        if any(record.is_held and record.is_claimed for record in self.records):
+        self.reducer.drop_removed()
+        if self.has_gradients:
             return
         if self.gradient_scale != 1.0 or self.local_weight is not None:
             for record in self.records:
-                if record.is_held:
+                if record.is_held and not record.is_zero:
                     record.drop_gradient()
                     record.parameter.grad = None
         self.gradient_scale = 1.0
@@ -326,11 +337,13 @@ class Engine:
         refusal = self.reducer.bare_backward_refusal
         if weight is None:
             self.local_weight = None
+            self.reducer.is_weighted = False
             sums = self.options.sums_gradients
             reduction.divisor = 1 if sums else self.topology.size
             self.reducer.bare_backward_refusal = UNSCALED if self.is_scaled else None
             return
         self.local_weight = (self.local_weight or 0.0) + weight
+        self.reducer.is_weighted = True
         reduction.divisor = 1
         self.reducer.bare_backward_refusal = refusal or "the loss before it was weighted"
 
@@ -341,7 +354,7 @@ class Engine:
         """
         if self.local_weight is None:
             return self.gradient_scale
-        weight = torch.tensor([self.local_weight], dtype=torch.float64, device=self.topology.device)
+        weight = torch.tensor([self.local_weight], dtype=torch.float64)
         return self.gradient_scale * float(all_reduce_scalars(weight, self.topology.axes))
 
     def full_gradient(self, record: ManagedParameter) -> torch.Tensor | None:
@@ -363,6 +376,13 @@ class Engine:
         slice_of(buffer_C, axis.rank, axis.size).copy_(slice_S)
         wait_all(start_all_gather(buffer_C, axis, Channel.GATHER_GRADIENTS))
         return buffer_C
+
+
+def _weigh_with_nothing(engine: weakref.ref[Engine]) -> None:
+    """Let a rank that had no pass of its own take part in a weighted one."""
+    target = engine()
+    if target is not None and target.local_weight is None:
+        target.weigh(0.0)
 
 
 def _kind_of(tensor: torch.Tensor) -> str:

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from shardwise.runtime.placeholder import ShardedGradient
+
 if TYPE_CHECKING:
     from shardwise.layout import Piece, Slot
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.engine import Engine
-    from shardwise.runtime.placeholder import ShardedGradient
 
 ATTRIBUTE = "_shardwise"
 
@@ -43,6 +44,8 @@ class ManagedParameter:
         """An optimizer updates this parameter."""
         self.is_held = False
         """A reduced gradient lies in the chunk's slice (agreed by all ranks)."""
+        self.is_zero = False
+        """The held gradient was zeroed, not removed: no loss scale or weight is part of it."""
         self.has_arrived = False
         """A gradient of the backward pass that is open was written to the chunk's buffer."""
         self.is_expected = True
@@ -66,6 +69,13 @@ class ManagedParameter:
         """Take the place that packing chose, and become known to the parameter."""
         self._chunk, self._slot, self.piece = chunk, slot, piece
         setattr(self.parameter, ATTRIBUTE, self)
+
+    @property
+    def has_local_gradient(self) -> bool:
+        """A gradient of this rank alone is waiting to be reduced."""
+        grad = self.parameter.grad
+        is_plain = grad is not None and not isinstance(grad, ShardedGradient)
+        return is_plain or self.local is not None
 
     @property
     def chunk(self) -> Chunk:
@@ -107,6 +117,7 @@ class ManagedParameter:
         piece = None if slice_S is None else self.piece_in(slice_S)
         if piece is not None:
             piece.zero_()
+        self.is_zero = True
 
 
 def record_of(parameter: torch.Tensor) -> ManagedParameter | None:

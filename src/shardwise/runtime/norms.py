@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 def check_norm_type(norm_type: float) -> float:
     """Refuse orders that are not norms."""
-    order = float(norm_type)
+    is_number = isinstance(norm_type, int | float) and not isinstance(norm_type, bool)
+    order = float(norm_type) if is_number else math.nan
     if not order > 0:
         raise ConfigurationError(
             mismatch("norm_type", expected="a positive number or inf", got=norm_type, fix="use 2.0")

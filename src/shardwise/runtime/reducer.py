@@ -14,6 +14,7 @@ reduced in a second round that all ranks agree on.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ import torch
 from torch.autograd import Variable
 
 from shardwise.errors import ShardwiseError, mismatch
+from shardwise.runtime import facts
 from shardwise.runtime.agreement import Verdict, agree
 from shardwise.runtime.collectives import is_pairwise
 from shardwise.runtime.placeholder import ShardedGradient
@@ -68,6 +70,10 @@ class GradientReducer:
         """False inside no_sync."""
         self.bare_backward_refusal: str | None = None
         """Why ``loss.backward()`` must be ``optimizer.backward(loss)``; None where it need not."""
+        self.is_weighted = False
+        """Gradients of this step are sums that weights will divide."""
+        self.on_weighted: Callable[[], None] = lambda: None
+        """Called when a pass that some rank has weighted is completed here."""
         self._leaves_stand_ins = leaves_stand_ins
         self._phase = Phase.IDLE
         self._is_explicit = False
@@ -207,6 +213,7 @@ class GradientReducer:
         """Start counting for a new backward pass."""
         self._phase = Phase.OPEN
         self._next = 0
+        self.drop_removed()
         for chunk in self.chunks:
             chunk.is_sent = False
             chunk.num_missing = 0
@@ -218,6 +225,12 @@ class GradientReducer:
             self._callback_task = torch._C._current_graph_task_id()
             if self._callback_task != OUTSIDE_BACKWARD:
                 Variable._execution_engine.queue_callback(self._finish_if_open)
+
+    def drop_removed(self) -> None:
+        """Forget reduced gradients whose stand-in the user has removed."""
+        for record in self.records:
+            if self._leaves_stand_ins and record.is_held and record.parameter.grad is None:
+                record.drop_gradient()
 
     def _absorb(self, record: ManagedParameter) -> None:
         """Move ``parameter.grad`` (and what no_sync kept) into the chunk's buffer."""
@@ -278,7 +291,7 @@ class GradientReducer:
         Collectives: an agreement; those of ``finish`` where some rank has gradients left.
         """
         self._refuse_if_broken()
-        if any(self._has_local(record) for record in self.records):
+        if any(record.has_local_gradient for record in self.records):
             self.finish()
         while (verdict := self._agree(is_finishing=False)).is_finishing:
             self._complete(verdict)
@@ -290,7 +303,8 @@ class GradientReducer:
     def reset(self) -> None:
         """Forget an unfinished backward pass and return to a state in which the next is fresh."""
         if self._phase is Phase.OPEN:
-            self._drain_quietly()
+            with suppress(RuntimeError):  # results are thrown away, errors of peers with them
+                self._executor.drain()
             self._close()
             for record in self.records:
                 record.late = record.local = None
@@ -299,13 +313,6 @@ class GradientReducer:
                 self.reduction.release(chunk)
         self._callback_task = OUTSIDE_BACKWARD
         self._is_explicit = False
-
-    def _drain_quietly(self) -> None:
-        """Wait for reductions whose results are thrown away."""
-        try:
-            self._executor.drain()
-        except RuntimeError:
-            return
 
     def _refuse_if_broken(self) -> None:
         """Raise when an earlier backward pass never ended."""
@@ -319,63 +326,53 @@ class GradientReducer:
                 )
             )
 
-    def _has_local(self, record: ManagedParameter) -> bool:
-        """Return whether a gradient of this rank alone is waiting to be reduced."""
-        grad = record.parameter.grad
-        return record.local is not None or (
-            grad is not None and not isinstance(grad, ShardedGradient)
-        )
-
     def _absorb_local(self) -> None:
         """Take gradients that came without a hook or under no_sync and were not touched since."""
         self.watch()
         for record in self.records:
-            if self._has_local(record):
+            if record.has_local_gradient:
                 self._absorb(record)
 
     def _agree(self, *, is_finishing: bool) -> Verdict:
-        """Tell the other ranks which gradients came (late) and which chunks were sent."""
-        count = len(self.records)
-        mask = 0
+        """Tell the other ranks what came and was sent; at a step, what the user has removed."""
+        finishing_mask, step_mask = None, 0
         if is_finishing:
-            for record in self.records:
-                mask |= record.has_arrived << record.index
-                mask |= (record.late is not None) << (count + record.index)
-            for position, chunk in enumerate(self.chunks):
-                mask |= chunk.is_sent << (2 * count + position)
+            finishing_mask = facts.collect(self.records, self.chunks, is_weighted=self.is_weighted)
         elif self._leaves_stand_ins:
             for record in self.records:
-                mask |= (record.is_held and record.parameter.grad is None) << record.index
+                step_mask |= (record.is_held and record.parameter.grad is None) << record.index
         return agree(
             self.topology,
-            device=self.topology.device,
-            num_bits=2 * count + len(self.chunks),
-            finishing_mask=mask if is_finishing else None,
-            step_mask=0 if is_finishing else mask,
+            num_bits=facts.num_bits(self.records, self.chunks),
+            finishing_mask=finishing_mask,
+            step_mask=step_mask,
         )
 
     def _complete(self, verdict: Verdict) -> None:
         """Send what is left of an agreed backward pass, wait, and mark what is held."""
         if self._phase is Phase.IDLE:
             self._open()
-        count = len(self.records)
-        used = {r for r in self.records if verdict.mask >> r.index & 1}
-        late = {r for r in self.records if verdict.mask >> (count + r.index) & 1}
-        for position, chunk in enumerate(self.chunks):
-            was_sent = verdict.mask >> (2 * count + position) & 1
-            if not chunk.is_sent and (was_sent or not used.isdisjoint(chunk.records)):
+        said = facts.read(verdict.mask, self.records, self.chunks)
+        if said.is_weighted:
+            self.on_weighted()
+        # first what some rank has sent eagerly, in that order
+        rest = [chunk for chunk in self.chunks if chunk not in self._order]
+        for chunk in [*self._order, *rest]:
+            is_wanted = chunk in said.sent or not said.used.isdisjoint(chunk.records)
+            if is_wanted and not chunk.is_sent:
                 self._send(chunk)
         self._executor.drain()
-        self._send_late(late)
-        for record in used | late:
+        self._send_late(said.late)
+        for record in said.used | said.late:
             record.is_held = True
+            record.is_zero = False
             self._show_stand_in(record)
-        if used:
+        if said.used:
             for record in self.records:
-                record.is_expected = record in used
+                record.is_expected = record in said.used
         self._close()
 
-    def _send_late(self, late: set[ManagedParameter]) -> None:
+    def _send_late(self, late: frozenset[ManagedParameter]) -> None:
         """Reduce the chunks of late gradients once more, with those alone."""
         for chunk in self.chunks:
             if late.isdisjoint(chunk.records):

@@ -63,7 +63,8 @@ class Reduction:
         if not self._keeps_whole:
             chunk.gradients_C = None
         shard, divisor = self._topology.shard, self.divisor
-        if buffer_C.dtype in HALF_DTYPES and divisor != 1 and not is_pairwise(shard, buffer_C):
+        is_native = not all(is_pairwise(axis, buffer_C) for axis in self._topology.axes)
+        if buffer_C.dtype in HALF_DTYPES and divisor != 1 and is_native:
             # a native 16-bit sum may overflow where its mean does not
             buffer_C.div_(divisor)
             divisor = 1

@@ -7,7 +7,8 @@ nowhere else. It does not communicate beyond that.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -17,12 +18,19 @@ from shardwise.errors import ConfigurationError, mismatch
 
 NUM_MESH_AXES_HYBRID = 2
 
+_num_engines: Counter[str] = Counter()
+"""Engines made so far per group: made by all its ranks together, so every rank counts alike."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Axis:
     """One axis of the mesh as this rank sees it; size 1 has no group and never communicates."""
 
     group: dist.ProcessGroup | None = None
+    control: dist.ProcessGroup | None = None
+    """Sends small CPU tensors, in an order of its own: the same group, or one made beside it."""
+    lane: int = 0
+    """Sets the messages of one engine apart from those of others on the same group."""
     rank: int = 0
     size: int = 1
 
@@ -77,13 +85,22 @@ def make_topology(
     Raises:
         ConfigurationError: The stage, the mesh or the shard size cannot work.
     """
-    if stage not in (0, 1, 2):
+    if type(stage) is not int or stage not in (0, 1, 2):
         raise ConfigurationError(
             mismatch(
                 "stage",
                 expected="0 (replicate), 1 (shard optimizer state) or 2 (also gradients)",
                 got=repr(stage),
                 fix="pass one of these",
+            )
+        )
+    if mesh is not None and not isinstance(mesh, DeviceMesh):
+        raise ConfigurationError(
+            mismatch(
+                "mesh",
+                expected="a torch DeviceMesh or None",
+                got=type(mesh).__name__,
+                fix="build one with init_device_mesh or DeviceMesh.from_group",
             )
         )
     if mesh is not None and shard_size is not None:
@@ -105,15 +122,21 @@ def make_topology(
         else:
             everyone = _axis_of(dist.group.WORLD) if dist.is_initialized() else Axis()
             topology = _with_all(everyone, stage, device)
-    for axis in topology.axes:
-        _check_backend(axis, device)
-    return topology
+    return replace(
+        topology,
+        shard=_equip(topology.shard, device),
+        replicate=_equip(topology.replicate, device),
+    )
 
 
-def _check_backend(axis: Axis, device: torch.device) -> None:
-    """Refuse a group that cannot send tensors of the device that holds the parameters."""
+def _equip(axis: Axis, device: torch.device) -> Axis:
+    """Give an axis a lane of its own, and a control group where its backend has no CPU side.
+
+    Raises:
+        ConfigurationError: The group cannot send tensors of the device that holds the parameters.
+    """
     if axis.group is None:
-        return
+        return axis
     served = {served.type for served in axis.group._device_types}
     if device.type not in served:
         raise ConfigurationError(
@@ -124,6 +147,14 @@ def _check_backend(axis: Axis, device: torch.device) -> None:
                 fix="initialise torch.distributed with 'cpu:gloo,cuda:nccl', or move the module",
             )
         )
+    control = axis.group
+    if "cpu" not in served:
+        ranks = dist.get_process_group_ranks(axis.group)
+        beside = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        assert isinstance(beside, dist.ProcessGroup)  # this rank is among them
+        control = beside
+    _num_engines[axis.group.group_name] += 1
+    return replace(axis, control=control, lane=_num_engines[axis.group.group_name])
 
 
 def _from_shard_size(shard_size: int, size: int, stage: int, device: torch.device) -> Topology:

@@ -48,8 +48,11 @@ class LaggedExecutor:
 
     def drain(self) -> None:
         """Run everything that is left."""
-        while self._pending:
-            self._pending.popleft()()
+        try:
+            while self._pending:
+                self._pending.popleft()()
+        finally:
+            self._pending.clear()
 
     def close(self) -> None:
         """Do nothing: between calls nothing runs."""

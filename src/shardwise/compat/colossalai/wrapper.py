@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Never
 import torch
 
 from shardwise.errors import ShardwiseError, mismatch
-from shardwise.optimizer.gradients import Gradients, check_clip
+from shardwise.optimizer.gradients import check_clip
 from shardwise.shard import full_gradient
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class ShardedWrapper:
         ``clip_grad_by_norm``.
         """
         limit = check_clip(clip_value)
-        gradients = Gradients(self._binding, None)
+        gradients = self._sharded._gradients
         gradients.settle()
         largest, divisors = gradients.measure(math.inf)
         if limit is not None and math.isfinite(largest):
