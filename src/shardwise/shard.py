@@ -162,7 +162,7 @@ def full_parameters(module: nn.Module, *, writeback: bool = False) -> Generator[
         engine.adopt_moved_parameters()
         for chunk in {record.chunk: None for record in records}:
             broadcast_from_first(chunk.parameters_C, engine.topology)
-        engine.refresh_changed_masters()
+        engine.refresh_masters(records)
 
 
 def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:

@@ -381,4 +381,5 @@ class ShardedOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             for engine in self._binding.engines():
                 engine.settle_parameters()
-                engine.refresh_changed_masters(everything=True)
+                engine.adopt_moved_parameters()
+                engine.refresh_masters(engine.records, keeps_exact=False)

@@ -242,16 +242,21 @@ class Engine:
             if chunk.pending:
                 settle_chunk(chunk)
 
-    def refresh_changed_masters(self, *, everything: bool = False) -> None:
-        """Take masters from working parameters that the user has written since the last update.
-
-        A master that rounds to the working value already is kept, unless ``everything`` is asked.
-        """
+    def refresh_changed_masters(self) -> None:
+        """Take masters from working parameters that autograd saw written since the last update."""
         self.adopt_moved_parameters()
-        for record in self.records:
-            is_changed = everything or record.parameter._version != record.seen_version
-            if is_changed and not record.chunk.pending:
-                record.chunk.refresh_master(record, keeps_exact=not everything)
+        self.refresh_masters(r for r in self.records if r.parameter._version != r.seen_version)
+
+    def refresh_masters(
+        self, records: Iterable[ManagedParameter], *, keeps_exact: bool = True
+    ) -> None:
+        """Take the masters of some parameters from their working values.
+
+        With ``keeps_exact``, a master that rounds to the working value already stays.
+        """
+        for record in records:
+            if not record.chunk.pending:
+                record.chunk.refresh_master(record, keeps_exact=keeps_exact)
                 record.seen_version = record.parameter._version
 
     def adopt_moved_parameters(self) -> None:

@@ -247,5 +247,5 @@ class LowLevelZeroOptimizer(ShardedWrapper):
         for parameter in model.parameters():
             record = record_of(parameter)
             if record is not None and record in mine:
-                record.chunk.refresh_master(record)
+                record.chunk.refresh_master(record, keeps_exact=False)
                 record.seen_version = parameter._version
