@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -11,7 +12,12 @@ LINES = 400
 
 
 def make_text(folder: Path) -> Path:
-    """Write a file of numbered lines, about 12 kB."""
-    file = folder / "text.txt"
-    file.write_text("".join(f"line {n} says {n * n} twice\n" for n in range(LINES)), "utf-8")
+    """Write a file of numbered lines, about 12 kB; every rank of a test may do so at once.
+
+    A rank that reads must never find the file that another rank has just truncated, so the text
+    appears by one rename.
+    """
+    file, own = folder / "text.txt", folder / f"text.{os.getpid()}.part"
+    own.write_text("".join(f"line {n} says {n * n} twice\n" for n in range(LINES)), "utf-8")
+    own.replace(file)
     return file
