@@ -23,6 +23,7 @@ Dtype = Literal["fp32", "bf16"]
 Step = Callable[["Tensor"], "Tensor"]
 
 BASELINE = "DDP"
+FLOOR = "no communication"
 LEARNING_RATE = 3e-4
 
 
@@ -33,10 +34,13 @@ class Contestant:
     name: str
     stage: int | None
     """Of shardwise; None is DistributedDataParallel."""
+    communicates: bool = True
+    """False: each rank trains alone, which no way to train in parallel can be much faster than."""
 
 
 CONTESTANTS = (
     Contestant(name=BASELINE, stage=None),
+    Contestant(name=FLOOR, stage=None, communicates=False),
     Contestant(name="DDP again (A/A)", stage=None),
     Contestant(name="shardwise stage 0", stage=0),
     Contestant(name="shardwise stage 1", stage=1),
@@ -49,7 +53,8 @@ def make_step(
 ) -> Step:
     """Wrap the model as the contestant does and return its step."""
     if contestant.stage is None:
-        return _ddp_step(model, dtype)
+        parallel = DistributedDataParallel(model) if contestant.communicates else model
+        return _plain_step(parallel, dtype)
     precision = sw.MixedPrecision(param_dtype=torch.bfloat16) if dtype == "bf16" else None
     sw.shard(model, stage=contestant.stage, mixed_precision=precision, chunk_bytes=chunk_bytes)
     optimizer = sw.ShardedOptimizer(_adamw(model))
@@ -64,15 +69,14 @@ def make_step(
     return step
 
 
-def _ddp_step(model: nn.Module, dtype: Dtype) -> Step:
-    """Train with DistributedDataParallel as its users do; bf16 means autocast."""
-    parallel = DistributedDataParallel(model)
+def _plain_step(model: nn.Module, dtype: Dtype) -> Step:
+    """Train as users of plain PyTorch and DistributedDataParallel do; bf16 means autocast."""
     optimizer = _adamw(model)
     autocast = partial(torch.autocast, "cpu", dtype=torch.bfloat16, enabled=dtype == "bf16")
 
     def step(tokens_BT: Tensor) -> Tensor:
         with autocast():
-            loss = parallel(tokens_BT)
+            loss = model(tokens_BT)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
