@@ -2,10 +2,10 @@
 
 ::
 
-    ShardwiseError (RuntimeError)      misuse found while training: the state is as it was before
-    the call |-- ConfigurationError (ValueError)    an argument, or a combination of arguments,
-    that cannot work `-- LayoutError (ValueError)           sizes that cannot be packed into chunks
-    and slices
+    ShardwiseError (RuntimeError)          misuse: the state is as it was before the call
+      ConfigurationError (ValueError)      an argument, or a combination of them, that cannot work
+      LayoutError (ValueError)             sizes that cannot be packed into chunks and slices
+      DivergenceError                      ranks that went different ways and no longer meet
 
 A message reads ``<what> expected <X> but got <Y> (<where>); <what to do next>.``
 """
@@ -23,6 +23,10 @@ class ConfigurationError(ShardwiseError, ValueError):
 
 class LayoutError(ShardwiseError, ValueError):
     """Sizes that cannot be packed into chunks and slices."""
+
+
+class DivergenceError(ShardwiseError):
+    """Ranks went different ways: raised where a communication failed, naming each rank's place."""
 
 
 def mismatch(what: str, *, expected: object, got: object, fix: str, where: str = "") -> str:

@@ -5,6 +5,7 @@ The other functions here act on what it made: ``no_sync``, ``full_parameters``, 
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -16,10 +17,11 @@ from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
 from shardwise.options import MixedPrecision
 from shardwise.runtime.build import PackingPolicy, check_parameters
 from shardwise.runtime.collectives import broadcast_from_first
-from shardwise.runtime.engine import Engine, EngineOptions
+from shardwise.runtime.engine import PARAMETER_STAGE, Engine, EngineOptions
 from shardwise.runtime.managed import ATTRIBUTE, record_of
 from shardwise.runtime.root import RootHooks
 from shardwise.runtime.topology import Topology, make_topology
+from shardwise.runtime.units import Unit, bundle, find_units
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Iterator
@@ -32,11 +34,13 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 def shard(  # noqa: PLR0913 - the public face, all by keyword
     module: ModuleT,
     *,
-    stage: int,
+    stage: int = 3,
     mesh: DeviceMesh | None = None,
     shard_size: int | None = None,
+    units: Iterable[type[nn.Module]] | None = None,
     mixed_precision: MixedPrecision | None = None,
     chunk_bytes: int | None = None,
+    reshard_after_forward: bool | int = True,
     ignored: Iterable[nn.Parameter] = (),
     gradient_reduction: Literal["mean", "sum"] = "mean",
 ) -> ModuleT:
@@ -49,12 +53,17 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
     Args:
         module: Any module whose parameters have values and lie on one device.
         stage: 0 replicates everything (data parallelism), 1 shards optimizer state, 2 also
-            gradients.
+            gradients, 3 also parameters.
         mesh: The ranks: 1-D, or 2-D (replicate, shard). Default: all ranks.
         shard_size: Short form of the 2-D mesh: shard inside runs of this many ranks.
+        units: Stage 3: classes of modules whose parameters are gathered together. Default: the
+            children of containers of repeated blocks, else modules that own parameters.
         mixed_precision: Dtypes of parameters, reductions, inputs, outputs and buffers.
         chunk_bytes: Capacity of a chunk; default: searched for the least waste. A larger parameter
-            gets a chunk of its own.
+            gets a chunk of its own. Stage 3: a unit is one chunk by default.
+        reshard_after_forward: Stage 3: True keeps as few gathered chunks as it can (two and one
+            ahead), False keeps all until backward has used them (their second all-gather is
+            saved), an int keeps up to that many bytes.
         ignored: Parameters of the module to leave alone: not broadcast, reduced or sharded.
         gradient_reduction: Gradients are the mean, or the sum, over ranks.
 
@@ -68,7 +77,10 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
     process group, it makes one; in a plain process it needs none.
 
     Memory per rank between steps, N ranks, Adam, float32: stage 0 12 bytes per parameter, stages 1
-    and 2 4 + 8/N; bfloat16 with masters: 2 + 12/N.
+    and 2 4 + 8/N, stage 3 12/N; bfloat16 with masters: 2 + 12/N, stage 3 14/N.
+
+    At stage 3 a parameter has values only while the module computes, and inside
+    ``full_parameters``; a read of it anywhere else raises, and ``state_dict`` is collective.
 
     Example:
         >>> import torch, shardwise as sw
@@ -86,18 +98,22 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
         for name, parameter in module.named_parameters()
         if parameter not in left_alone and (parameter.requires_grad or _can_be_packed(parameter))
     ]
+    kinds = None if units is None else tuple(units)
+    found = _find_units(module, stage, kinds, reshard_after_forward)
     device = check_parameters(named)
     topology = make_topology(stage=stage, device=device, mesh=mesh, shard_size=shard_size)
     packing = PackingPolicy(
         precision=mixed_precision,
         keep_dtype=frozenset(_batch_norm_parameters(module)),
         chunk_bytes=chunk_bytes,
+        bundles=bundle(found),
     )
     options = EngineOptions(
         stage=stage,
         packing=packing,
         sums_gradients=gradient_reduction == "sum",
         knows_model=True,
+        keep_bytes=_keep_bytes(reshard_after_forward),
     )
     engine = Engine(named, topology, options)
     engine.left_out = frozenset(module.parameters()) - {r.parameter for r in engine.records}
@@ -105,6 +121,8 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
     module.__dict__[ATTRIBUTE] = engine
     engine.serve(module)
     RootHooks(engine).attach(module)
+    if engine.residence is not None:
+        engine.residence.attach(module, found)
     return module
 
 
@@ -137,32 +155,38 @@ def full_parameters(module: nn.Module, *, writeback: bool = False) -> Generator[
     Raises:
         ShardwiseError: On leaving, if parameters were changed inside without ``writeback``.
 
-    Collectives: the wait for updates in flight; with ``writeback`` a broadcast per chunk.
+    Collectives: the wait for updates in flight, at stage 3 an all-gather per chunk; with
+    ``writeback`` a broadcast per chunk.
+
+    Memory: at stage 3 the whole module on this rank.
     """
     engine = engine_of(module)
-    engine.settle_parameters()
     records = [r for r in map(record_of, module.parameters()) if r is not None]
-    before = [_identity_of(record.parameter) for record in records]
-    yield
-    changed = [
-        record.name
-        for record, identity in zip(records, before, strict=True)
-        if _identity_of(record.parameter) != identity
-    ]
+    with engine.whole(records):
+        before = [_identity_of(record.parameter) for record in records]
+        is_kept = False
+        try:
+            yield
+            if writeback:
+                engine.adopt_whole(records)
+                is_kept = True
+        finally:
+            changed = [
+                record
+                for record, identity in zip(records, before, strict=True)
+                if _identity_of(record.parameter) != identity
+            ]
+            if not is_kept:
+                engine.disown(changed)
     if changed and not writeback:
         raise ShardwiseError(
             mismatch(
                 "full_parameters",
                 expected="parameters that are only read",
-                got=f"changes to {', '.join(changed)}",
+                got=f"changes to {', '.join(record.name for record in changed)}",
                 fix="pass writeback=True to keep them on all ranks",
             )
         )
-    if writeback:
-        engine.adopt_moved_parameters()
-        for chunk in {record.chunk: None for record in records}:
-            broadcast_from_first(chunk.parameters_C, engine.topology)
-        engine.refresh_masters(records)
 
 
 def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
@@ -255,6 +279,42 @@ def _check_arguments(
         )
     if module.__dict__.get(ATTRIBUTE) is not None:  # a copy of a sharded module carries None
         raise _bad("module", "one that is not sharded yet", "a sharded one", "call shard once")
+
+
+def _keep_bytes(reshard_after_forward: bool | int) -> float:
+    """Return how many gathered bytes a forward pass may leave."""
+    if reshard_after_forward is False:
+        return math.inf
+    return 0 if reshard_after_forward is True else reshard_after_forward
+
+
+def _find_units(
+    module: nn.Module,
+    stage: int,
+    kinds: tuple[type[nn.Module], ...] | None,
+    reshard_after_forward: bool | int,
+) -> list[Unit]:
+    """Return the units at stage 3; refuse settings that other stages have no use for."""
+    if not isinstance(reshard_after_forward, int) or reshard_after_forward < 0:
+        raise _bad(
+            "reshard_after_forward",
+            "True, False or a number of bytes",
+            repr(reshard_after_forward),
+            "pass one of them",
+        )
+    if stage != PARAMETER_STAGE:
+        for name, is_given in (
+            ("units", kinds is not None),
+            ("reshard_after_forward", reshard_after_forward is not True),
+        ):
+            if is_given:
+                raise _bad(
+                    name, "nothing below stage 3", f"a setting at stage {stage!r}", "drop it"
+                )
+        return []
+    if any(not (isinstance(kind, type) and issubclass(kind, nn.Module)) for kind in kinds or ()):
+        raise _bad("units", "module classes", repr(kinds), "write units=[type(model.layers[0])]")
+    return find_units(module, kinds)
 
 
 def _bad(what: str, expected: str, got: str, fix: str) -> ConfigurationError:

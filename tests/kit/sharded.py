@@ -109,7 +109,9 @@ def run_step(
 
 def updated_values(model: nn.Module, optimizer: sw.ShardedOptimizer) -> dict[str, Tensor]:
     """What the optimizer updates, whole: masters where there are some, else the parameters."""
-    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    is_module = model.__dict__.get("_shardwise") is not None
+    with sw.full_parameters(model) if is_module else nullcontext():
+        values = {name: p.detach().clone() for name, p in model.named_parameters()}
     masters = optimizer.state_dict().get("shardwise", {}).get("masters", {})
     names = list(values)
     return values | {names[index]: master for index, master in masters.items()}

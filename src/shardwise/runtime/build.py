@@ -6,7 +6,7 @@ One chunk at a time: the original storage of a parameter is free as soon as its 
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from shardwise.runtime.collectives import broadcast_from_first, slice_of
 from shardwise.runtime.managed import ManagedParameter, record_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from shardwise.runtime.topology import Topology
 
@@ -41,11 +41,15 @@ class PackingPolicy:
     """Parameters that ``param_dtype`` does not apply to."""
     chunk_bytes: int | None = None
     """Capacity of a chunk; None searches for the least waste."""
+    bundles: Mapping[nn.Parameter, int] = field(default_factory=dict)
+    """Parameters that are gathered together, by the number of their bundle."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
     """Parameters that may share a chunk."""
+
+    bundle: int | None
 
     source_dtype: torch.dtype
     param_dtype: torch.dtype
@@ -157,52 +161,84 @@ def build_chunks(
     topology: Topology,
     policy: PackingPolicy,
     atoms: dict[ManagedParameter, int],
+    *,
+    read: Callable[[ManagedParameter], torch.Tensor] | None = None,
+    keeps_slices: bool = False,
 ) -> list[Chunk]:
     """Pack all records and return their chunks in order of first use.
 
-    Collectives: one broadcast per chunk and axis.
+    Collectives: one broadcast per chunk and axis, and those of ``read``.
 
     Args:
         records: Every parameter, in order of use; bound to its place on return.
         topology: The ranks that share the chunks.
         policy: Dtypes, masters and capacity.
         atoms: Elements of a parameter that stay together, where it is not 1.
+        read: Returns the whole value of a record whose parameter has none; default: its own.
+        keeps_slices: Release each chunk as soon as it is packed.
     """
     for record in records:
         record.atom_numel = atoms.get(record, 1)
     families: dict[_Family, list[ManagedParameter]] = {}
     for record in records:
         families.setdefault(_family_of(record, policy), []).append(record)
-    chunks: list[tuple[int, Chunk]] = []
+    chunks: list[tuple[int, Chunk, list[ManagedParameter]]] = []
     for family, members in families.items():
-        itemsize = family.param_dtype.itemsize
-        if policy.chunk_bytes is None:
-            capacity = choose_capacity([m.parameter.numel() for m in members], itemsize=itemsize)
-        else:
-            capacity = max(1, policy.chunk_bytes // itemsize)
-        layouts = pack(
-            [
-                Item(index=m.index, numel=m.parameter.numel(), atom_numel=m.atom_numel)
-                for m in members
-            ],
-            shard_size=topology.shard.size,
-            capacity_numel=capacity,
-            alignment_numel=ALIGNMENT_BYTES // itemsize,
-            slice_multiple=topology.replicate.size,
-        )
-        for layout in layouts:
+        by_index = {member.index: member for member in members}
+        for layout in _layouts(family, members, topology, policy):
             first = min(slot.index for slot in layout.slots)
-            by_index = {member.index: member for member in members}
             parts = [by_index[slot.index] for slot in layout.slots]
             source_C = torch.zeros(layout.numel, dtype=family.source_dtype, device=topology.device)
             for slot, part in zip(layout.slots, parts, strict=True):
-                view = source_C.as_strided(part.shape, part.stride, slot.start)
-                view.copy_(part.parameter.detach())
+                value = part.parameter.detach() if read is None else read(part)
+                source_C.as_strided(part.shape, part.stride, slot.start).copy_(value)
             broadcast_from_first(source_C, topology)
             chunk = _chunk_from(source_C, layout, family, policy, topology)
-            chunk.bind(parts, topology.shard.rank)
-            chunks.append((first, chunk))
-    return [chunk for _, chunk in sorted(chunks, key=lambda pair: pair[0])]
+            chunks.append((first, chunk, parts))
+            if read is None:
+                _settle(chunk, parts, topology, keeps_slices=keeps_slices)
+    chunks.sort(key=lambda entry: entry[0])
+    for index, (_, chunk, parts) in enumerate(chunks):
+        chunk.index = index
+        if read is not None:  # only now: old places were read from until the last chunk
+            _settle(chunk, parts, topology, keeps_slices=keeps_slices)
+    return [chunk for _, chunk, _ in chunks]
+
+
+def _settle(
+    chunk: Chunk, parts: Sequence[ManagedParameter], topology: Topology, *, keeps_slices: bool
+) -> None:
+    """Give records their place in a chunk."""
+    chunk.bind(parts, topology.shard.rank)
+    if keeps_slices:
+        chunk.shed()
+
+
+def _layouts(
+    family: _Family,
+    members: Sequence[ManagedParameter],
+    topology: Topology,
+    policy: PackingPolicy,
+) -> list[ChunkLayout]:
+    """Choose the chunks of one family."""
+    itemsize = family.param_dtype.itemsize
+    numels = [member.parameter.numel() for member in members]
+    if policy.chunk_bytes is not None:
+        capacity = max(1, policy.chunk_bytes // itemsize)
+    elif family.bundle is not None:
+        capacity = max(1, sum(numels) + len(numels) * ALIGNMENT_BYTES)
+    else:
+        capacity = choose_capacity(numels, itemsize=itemsize)
+    return pack(
+        [
+            Item(index=m.index, numel=numel, atom_numel=m.atom_numel)
+            for m, numel in zip(members, numels, strict=True)
+        ],
+        shard_size=topology.shard.size,
+        capacity_numel=capacity,
+        alignment_numel=ALIGNMENT_BYTES // itemsize,
+        slice_multiple=topology.replicate.size,
+    )
 
 
 def _family_of(record: ManagedParameter, policy: PackingPolicy) -> _Family:
@@ -211,7 +247,8 @@ def _family_of(record: ManagedParameter, policy: PackingPolicy) -> _Family:
     wanted = policy.precision.param_dtype if policy.precision is not None else None
     if wanted is None or parameter in policy.keep_dtype or not parameter.is_floating_point():
         wanted = parameter.dtype
-    return _Family(parameter.dtype, wanted, parameter.requires_grad)
+    bundle = policy.bundles.get(parameter)
+    return _Family(bundle, parameter.dtype, wanted, parameter.requires_grad)
 
 
 def _chunk_from(

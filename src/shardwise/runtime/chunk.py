@@ -5,27 +5,49 @@ Legend: _C whole chunk [layout.numel], _S the rank's slice [layout.slice_numel].
 ==============  =====  ==============  ===================================================
 buffer          shape  dtype           held
 ==============  =====  ==============  ===================================================
-parameters_C    C      param_dtype     always; the parameters are views into it
+parameters_C    C      param_dtype     RESIDENT: always; else while GATHERED; the parameters are
+                                       views into it
+parameter_S     S      param_dtype     RESIDENT: a view of parameters_C; else a buffer of its own
 master_S        S      float32         with 16-bit parameters and master weights
 gradients_C     C      reduce_dtype    from the first gradient until reduced (stage 1: until
-zero_grad) gradient_S      S      reduce_dtype    from the reduction until zero_grad
+                                       zero_grad)
+gradient_S      S      reduce_dtype    from the reduction until zero_grad
 ==============  =====  ==============  ===================================================
 """
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import TYPE_CHECKING
 
+import torch
+
+from shardwise.runtime.absent import hide, show
 from shardwise.runtime.collectives import Waitable, slice_of, wait_all
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
     from shardwise.layout import ChunkLayout
     from shardwise.runtime.managed import ManagedParameter
     from shardwise.runtime.topology import Axis
+
+
+class Presence(Enum):
+    """Whether the whole chunk is on this rank."""
+
+    RESIDENT = "always (stages 0 to 2, or a shard axis of one rank)"
+    RELEASED = "no: only the slice is; the parameters are absent"
+    GATHERING = "soon: slices of other ranks are arriving; the parameters are absent"
+    GATHERED = "yes, for a while: the parameters are plain"
+
+
+_MAY_BECOME: dict[Presence, frozenset[Presence]] = {
+    Presence.RESIDENT: frozenset({Presence.RELEASED}),
+    Presence.RELEASED: frozenset({Presence.GATHERING}),
+    Presence.GATHERING: frozenset({Presence.GATHERED}),
+    Presence.GATHERED: frozenset({Presence.RELEASED}),
+}
 
 
 class Chunk:
@@ -43,12 +65,16 @@ class Chunk:
     ) -> None:
         """Own the given buffers."""
         self.layout = layout
+        self.index = 0
+        """Position among the chunks of its engine."""
         self.records: list[ManagedParameter] = []
-        self.parameters_C = parameters_C
+        self.presence = Presence.RESIDENT
+        self.parameters_C: torch.Tensor | None = parameters_C
         self.parameter_S = slice_of(parameters_C, axis.rank, axis.size)
         self.master_S = master_S
         self.reduce_dtype = reduce_dtype
         self.keeps_masters = keeps_masters
+        self._axis = axis
         self.gradients_C: torch.Tensor | None = None
         self.gradient_S: torch.Tensor | None = None
         self.num_missing = 0
@@ -56,27 +82,101 @@ class Chunk:
         self.is_sent = False
         """The reduction of the open backward pass was started."""
         self.pending: list[Waitable] = []
-        """All-gather of updated parameters in flight."""
+        """All-gather of parameters in flight."""
+        self.num_updates = 0
+        """How often the values were replaced: graphs that saved older ones are void."""
+        self.num_pins = 0
+        """Running units and others that need the whole chunk to stay."""
+        self.num_handles = 0
+        """Saved tensors of live graphs that will ask for values of this chunk."""
 
     def bind(self, records: Sequence[ManagedParameter], rank: int) -> None:
         """Give every record its place and make its parameter a view into the chunk."""
+        assert self.parameters_C is not None
         pieces = {piece.index: piece for piece in self.layout.pieces(rank)}
         by_index = {record.index: record for record in records}
         for slot in self.layout.slots:
             record = by_index[slot.index]
             record.place(self, slot, pieces.get(slot.index))
+            show(record.parameter)
             record.parameter.data = record.view_in(self.parameters_C)
             self.records.append(record)
+
+    # ------------------------------------------------------------------ presence
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the parameters."""
+        return self.parameter_S.dtype
+
+    @property
+    def whole_bytes(self) -> int:
+        """Size of the whole chunk."""
+        return self.layout.numel * self.parameter_S.element_size()
+
+    @property
+    def whole_C(self) -> torch.Tensor:
+        """The whole buffer, where there is one."""
+        assert self.parameters_C is not None
+        return self.parameters_C
+
+    @property
+    def is_whole(self) -> bool:
+        """True while the parameters have values on this rank."""
+        return self.presence in (Presence.RESIDENT, Presence.GATHERED)
+
+    def move_to(self, presence: Presence) -> None:
+        """Change presence, which only some ways allow."""
+        assert presence in _MAY_BECOME[self.presence], (self.presence, presence)
+        self.presence = presence
+
+    def shed(self) -> None:
+        """Keep only the slice from now on."""
+        self.parameter_S = self.parameter_S.clone()
+        self.let_go()
+
+    def expect(self, buffer_C: torch.Tensor, works: list[Waitable]) -> None:
+        """Note that the whole chunk is arriving in a buffer."""
+        self.move_to(Presence.GATHERING)
+        self.parameters_C, self.pending = buffer_C, works
+
+    def arrive(self) -> None:
+        """Wait for the whole chunk and make its parameters plain."""
+        works, self.pending = self.pending, []
+        wait_all(works)
+        self.move_to(Presence.GATHERED)
+        for record in self.records:
+            show(record.parameter)
+            record.parameter.data = record.view_in(self.whole_C)
+            record.seen_version = record.parameter._version
+
+    def let_go(self) -> torch.Tensor:
+        """Make the parameters absent, keep what was written to them, and return the buffer."""
+        self.move_to(Presence.RELEASED)
+        buffer_C, self.parameters_C = self.whole_C, None
+        nan = buffer_C.new_full((), torch.nan)
+        changed = [r for r in self.records if r.parameter._version != r.seen_version]
+        if changed:
+            self.parameter_S.copy_(slice_of(buffer_C, self._axis.rank, self._axis.size))
+        for record in self.records:
+            record.parameter.data = nan.expand(record.shape)
+            record.seen_version = record.parameter._version
+            hide(record.parameter)
+        for record in changed:
+            self.refresh_master(record)
+        return buffer_C
+
+    def await_parameters(self) -> None:
+        """Return when every rank's updated slice has arrived."""
+        works, self.pending = self.pending, []
+        wait_all(works)
+
+    # ------------------------------------------------------------------ masters
 
     @property
     def update_S(self) -> torch.Tensor:
         """The slice that the optimizer updates: the master where there is one."""
         return self.parameter_S if self.master_S is None else self.master_S
-
-    @property
-    def is_half_updated_in_float(self) -> bool:
-        """True when the working slice must be refreshed from a master after an update."""
-        return self.master_S is not None
 
     def ensure_master(self) -> None:
         """Make the master of a chunk whose parameters were frozen until now."""
@@ -101,15 +201,12 @@ class Chunk:
                 working = piece.where(piece.to(working.dtype) == working, working.to(piece.dtype))
             piece.copy_(working)
 
-    def await_parameters(self) -> None:
-        """Return when every rank's updated slice has arrived."""
-        works, self.pending = self.pending, []
-        wait_all(works)
-
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return the buffers by purpose, for accounting."""
+        whole = [] if self.parameters_C is None else [self.parameters_C]
+        is_apart = self.presence is not Presence.RESIDENT
         return {
-            "parameters": [self.parameters_C],
+            "parameters": [*whole, self.parameter_S] if is_apart else whole,
             "masters": [] if self.master_S is None else [self.master_S],
             "gradients": [t for t in (self.gradients_C, self.gradient_S) if t is not None],
         }

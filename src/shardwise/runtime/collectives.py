@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from shardwise.runtime.topology import Axis, Topology
 
 
+_KEYS = 2**14
+"""Chunks of one engine that messages tell apart; tags have 31 bits."""
+
 Allocate = Callable[[torch.Tensor, int], torch.Tensor]
 """Returns uninitialised memory like a tensor's, of a number of elements."""
 
@@ -66,21 +69,41 @@ def is_pairwise(axis: Axis, buffer: torch.Tensor) -> bool:
     return buffer.device.type == "cpu" and axis.group._get_backend(buffer.device).name() == "gloo"
 
 
-def start_all_gather(buffer_C: torch.Tensor, axis: Axis, channel: Channel) -> list[Waitable]:
+def start_all_gather(
+    buffer_C: torch.Tensor,
+    axis: Axis,
+    channel: Channel,
+    *,
+    key: int = 0,
+    own_S: torch.Tensor | None = None,
+) -> list[Waitable]:
     """Start to fill every rank's buffer with all slices, each taken from its owner.
+
+    Args:
+        buffer_C: Filled when the communication has ended.
+        axis: The ranks.
+        channel: Message stream.
+        key: Number of the chunk: messages of different chunks are never taken for each other.
+        own_S: The rank's own slice where it does not lie in the buffer yet.
 
     Collectives: one all-gather, C * (size - 1) / size elements sent in total by each rank.
     """
+    place_S = slice_of(buffer_C, axis.rank, axis.size)
     if axis.group is None or buffer_C.numel() == 0:
+        if own_S is not None:
+            place_S.copy_(own_S)
         return []
-    own_S = slice_of(buffer_C, axis.rank, axis.size)
     if not is_pairwise(axis, buffer_C):
-        work = dist.all_gather_single(buffer_C, own_S, group=axis.group, async_op=True)
+        source_S = place_S if own_S is None else own_S
+        work = dist.all_gather_single(buffer_C, source_S, group=axis.group, async_op=True)
         return [work] if work is not None else []
     works: list[Waitable] = []
     for peer in axis.peers:
         theirs_S = slice_of(buffer_C, peer, axis.size)
-        works += _swap(own_S, theirs_S, peer, axis, channel)
+        tag = _tag(axis, channel, key)
+        works += _swap(place_S if own_S is None else own_S, theirs_S, peer, axis, tag)
+    if own_S is not None:
+        place_S.copy_(own_S)
     return works
 
 
@@ -93,9 +116,14 @@ class ReduceScatter:
     """
 
     def __init__(
-        self, buffer_C: torch.Tensor, axis: Axis, allocate: Allocate = torch.Tensor.new_empty
+        self,
+        buffer_C: torch.Tensor,
+        axis: Axis,
+        allocate: Allocate = torch.Tensor.new_empty,
+        *,
+        key: int = 0,
     ) -> None:
-        """Start to exchange slices of ``buffer_C``."""
+        """Start to exchange slices of ``buffer_C``, the chunk with the number ``key``."""
         self.own_S = slice_of(buffer_C, axis.rank, axis.size)
         self.received: list[torch.Tensor] = []
         self._parts: list[torch.Tensor] = [self.own_S]
@@ -109,7 +137,7 @@ class ReduceScatter:
         for peer in axis.peers:
             part = allocate(buffer_C, self.own_S.numel())
             theirs_S = slice_of(buffer_C, peer, axis.size)
-            self._works += _swap(theirs_S, part, peer, axis, Channel.REDUCE)
+            self._works += _swap(theirs_S, part, peer, axis, _tag(axis, Channel.REDUCE, key))
             self.received.append(part)
         self._parts = [*self.received]
         self._parts.insert(axis.rank, self.own_S)
@@ -139,20 +167,22 @@ class ReduceScatter:
         return total_S
 
 
-def all_reduce_in_rank_order(buffer_C: torch.Tensor, axis: Axis, *, divisor: int) -> None:
+def all_reduce_in_rank_order(
+    buffer_C: torch.Tensor, axis: Axis, *, divisor: int, key: int = 0
+) -> None:
     """Replace the buffer by its sum over the axis divided by ``divisor``.
 
     The division comes before the sum is rounded to a 16-bit buffer, so it cannot overflow there.
     Collectives: one reduce-scatter and one all-gather; the buffer's numel must be a multiple of the
     axis size.
     """
-    exchange = ReduceScatter(buffer_C, axis)
+    exchange = ReduceScatter(buffer_C, axis, key=key)
     total_S = exchange.finish()
     if divisor != 1:
         total_S.div_(divisor)
     if total_S is not exchange.own_S:
         exchange.own_S.copy_(total_S)
-    wait_all(start_all_gather(buffer_C, axis, Channel.GATHER_GRADIENTS))
+    wait_all(start_all_gather(buffer_C, axis, Channel.GATHER_GRADIENTS, key=key))
 
 
 def broadcast_from_first(tensor: torch.Tensor, topology: Topology) -> None:
@@ -178,10 +208,14 @@ def all_reduce_scalars(
 
 
 def _swap(
-    outgoing: torch.Tensor, incoming: torch.Tensor, peer: int, axis: Axis, channel: Channel
+    outgoing: torch.Tensor, incoming: torch.Tensor, peer: int, axis: Axis, tag: int
 ) -> list[Waitable]:
     """Start to receive from and send to one peer."""
-    tag = channel.value + len(Channel) * axis.lane
     received = dist.irecv(incoming, group=axis.group, group_src=peer, tag=tag)
     sent = dist.isend(outgoing, group=axis.group, group_dst=peer, tag=tag)
     return [work for work in (received, sent) if work is not None]
+
+
+def _tag(axis: Axis, channel: Channel, key: int) -> int:
+    """Return what sets a message apart from all others that may be under way on the group."""
+    return (channel.value + len(Channel) * axis.lane) * _KEYS + key % _KEYS

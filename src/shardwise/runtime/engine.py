@@ -9,7 +9,7 @@ import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,24 +21,32 @@ from shardwise.runtime.build import (
     check_parameters,
     check_same_on_all_ranks,
 )
+from shardwise.runtime.chunk import Presence
 from shardwise.runtime.collectives import (
     Channel,
     all_reduce_scalars,
+    broadcast_from_first,
     slice_of,
     start_all_gather,
     wait_all,
 )
+from shardwise.runtime.divergence import Whereabouts
 from shardwise.runtime.managed import ATTRIBUTE, ManagedParameter, record_of
 from shardwise.runtime.publisher import publish, settle_chunk
-from shardwise.runtime.reducer import UNSCALED, GradientReducer
+from shardwise.runtime.reducer import OUTSIDE_BACKWARD, UNSCALED, GradientReducer
 from shardwise.runtime.reduction import Reduction
+from shardwise.runtime.residence import Residence
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
     from shardwise.options import MixedPrecision
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.topology import Topology
+    from shardwise.runtime.units import Unit
+
+PARAMETER_STAGE = 3
+"""The stage that shards parameters too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +54,7 @@ class EngineOptions:
     """Settings of one engine."""
 
     stage: int
-    """0, 1 or 2."""
+    """0 to 3."""
     packing: PackingPolicy
     """Dtypes and chunks."""
     sums_gradients: bool = False
@@ -55,6 +63,12 @@ class EngineOptions:
     """Parameters are used inside one known module, so that first uses can wait for updates."""
     leaves_stand_ins: bool = True
     """Put a stand-in into ``parameter.grad`` while a reduced gradient is held; else None."""
+    units: tuple[Unit, ...] = ()
+    """Stage 3: modules whose parameters are gathered together."""
+    keep_bytes: float = 0
+    """Stage 3: gathered bytes to keep between forward and backward; inf keeps all."""
+    prefetch_bytes: int | None = None
+    """Stage 3: bytes gathered ahead of their use; None allows one chunk."""
 
 
 class Engine:
@@ -94,11 +108,29 @@ class Engine:
             ManagedParameter(parameter, name=name, index=index, engine=self)
             for index, (name, parameter) in enumerate(named)
         ]
-        by_record = {r: atoms[r.parameter] for r in self.records if atoms and r.parameter in atoms}
+        self.whereabouts = Whereabouts(topology.shard)
+        self.residence: Residence | None = None
+        """What brings and releases chunks; None where all are resident."""
+        self._pack({r: atoms[r.parameter] for r in self.records if atoms and r.parameter in atoms})
+
+    def _pack(self, atoms: dict[ManagedParameter, int]) -> None:
+        """Put all records into chunks and watch them."""
+        before, options, topology = self.residence, self.options, self.topology
+        keeps_slices = options.stage == PARAMETER_STAGE and topology.shard.size > 1
         with torch.no_grad():
-            self.chunks = build_chunks(self.records, topology, packing, by_record)
+            self.chunks = build_chunks(
+                self.records,
+                topology,
+                options.packing,
+                atoms,
+                read=None if before is None else before.read,
+                keeps_slices=keeps_slices,
+            )
+        if keeps_slices:
+            self.residence = Residence(self, before)
         for record in self.records:
-            record.seen_version = record.parameter._version
+            if record.chunk.presence is Presence.RESIDENT:
+                record.seen_version = record.parameter._version
         self.reducer = self._make_reducer()
 
     def _make_reducer(self) -> GradientReducer:
@@ -113,7 +145,11 @@ class Engine:
                 divisor=1 if self.options.sums_gradients else self.topology.size,
             ),
             leaves_stand_ins=self.options.leaves_stand_ins,
+            whereabouts=self.whereabouts,
         )
+        if self.residence is not None:
+            reducer.on_gradient = self.residence.gatherer.release_idle
+            reducer.on_end = self.residence.gatherer.end_backward
         reducer.on_weighted = partial(_weigh_with_nothing, weakref.ref(self))
         return reducer
 
@@ -137,7 +173,7 @@ class Engine:
                 delattr(record.parameter, ATTRIBUTE)
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
-        """A copied module is a plain module."""
+        """A copied module is a plain module; at stage 3 its parameters refuse to be copied."""
         return
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -201,35 +237,88 @@ class Engine:
         }
         self.reducer.close()
         by_record = {r: atoms[r.parameter] for r in self.records if r.parameter in atoms}
-        for record in self.records:
-            delattr(record.parameter, ATTRIBUTE)
+        self._pack(by_record)
         with torch.no_grad():
-            self.chunks = build_chunks(self.records, self.topology, self.options.packing, by_record)
             for record, master in masters.items():
                 self.write_master(record, master)
-        self.reducer = self._make_reducer()
 
     def write_master(self, record: ManagedParameter, whole: torch.Tensor) -> None:
         """Store the owned piece of a whole float32 value in the master."""
         record.chunk.ensure_master()
         master_S = record.chunk.master_S
         assert master_S is not None
-        buffer_C = torch.zeros(
-            record.chunk.layout.numel, dtype=torch.float32, device=master_S.device
-        )
-        record.view_in(buffer_C).copy_(whole)
-        axis = self.topology.shard
-        piece = record.piece_in(master_S)
-        own = record.piece_in(slice_of(buffer_C, axis.rank, axis.size))
-        if piece is not None and own is not None:
+        own, piece = record.cut(whole), record.piece_in(master_S)
+        if own is not None and piece is not None:
             piece.copy_(own)
 
     # ------------------------------------------------------------------ parameters
 
+    def bring(self, record: ManagedParameter, func: Callable[..., Any]) -> None:
+        """Make an absent parameter plain because an operator takes it.
+
+        Collectives: at stage 3 an all-gather of its chunk.
+
+        Raises:
+            ShardwiseError: At stage 3, outside of forward and backward.
+        """
+        if self.residence is None:
+            settle_chunk(record.chunk)
+        else:
+            self.residence.bring(record, func)
+
+    @property
+    def takes_pieces(self) -> bool:
+        """True while a write to an absent parameter can only mean to store the owned piece."""
+        return self.residence is not None and not self.residence.is_computing
+
+    def write_value(self, record: ManagedParameter, whole: torch.Tensor) -> None:
+        """Store the owned piece of a whole value, exactly in the master. Collectives: none."""
+        chunk = record.chunk
+        if chunk.is_whole and not chunk.pending:
+            record.parameter.copy_(whole)
+            record.seen_version = record.parameter._version
+        own, piece = record.cut(whole), record.piece_in(chunk.parameter_S)
+        if own is not None and piece is not None:
+            piece.copy_(own)
+        if chunk.master_S is not None:
+            self.write_master(record, whole)
+
     def publish(self, chunk: Chunk) -> None:
-        """Send an updated slice to the other ranks. Collectives: one all-gather, started here."""
+        """Send an updated slice to the other ranks. Collectives: one all-gather, started here.
+
+        At stage 3 none: the next use gathers it.
+        """
         self.was_updated = True
+        chunk.num_updates += 1
+        if self.residence is not None:
+            return
         publish(chunk, self.topology.shard, lazily=self.options.knows_model)
+
+    @contextmanager
+    def whole(self, records: Sequence[ManagedParameter]) -> Generator[None]:
+        """Inside, some parameters are whole and newest. Collectives: all-gathers at stage 3."""
+        self.settle_parameters()
+        if self.residence is None:
+            yield
+        else:
+            with self.residence.whole(records):
+                yield
+
+    def adopt_whole(self, records: Sequence[ManagedParameter]) -> None:
+        """Take values written to whole parameters from the first rank. Collectives: broadcasts."""
+        self.adopt_moved_parameters()
+        axis = self.topology.shard
+        for chunk in {record.chunk: None for record in records}:
+            broadcast_from_first(chunk.whole_C, self.topology)
+            if chunk.presence is not Presence.RESIDENT:
+                chunk.parameter_S.copy_(slice_of(chunk.whole_C, axis.rank, axis.size))
+        self.refresh_masters(records)
+
+    def disown(self, records: Sequence[ManagedParameter]) -> None:
+        """Drop what was written to whole parameters, where they are about to be released."""
+        for record in records:
+            if record.chunk.presence is Presence.GATHERED:
+                record.seen_version = record.parameter._version
 
     @property
     def has_updates_in_flight(self) -> bool:
@@ -244,6 +333,10 @@ class Engine:
 
     def refresh_changed_masters(self) -> None:
         """Take masters from working parameters that autograd saw written since the last update."""
+        if self.residence is not None:
+            self.residence.refuse_update_of_whole()
+            self.residence.rest()
+            return
         self.adopt_moved_parameters()
         self.refresh_masters(r for r in self.records if r.parameter._version != r.seen_version)
 
@@ -257,15 +350,18 @@ class Engine:
         for record in records:
             if not record.chunk.pending:
                 record.chunk.refresh_master(record, keeps_exact=keeps_exact)
-                record.seen_version = record.parameter._version
+                if record.chunk.is_whole:
+                    record.seen_version = record.parameter._version
 
     def adopt_moved_parameters(self) -> None:
         """Bring values back into the chunk where the user has replaced ``parameter.data``."""
         for record in self.records:
             parameter = record.parameter
             buffer_C = record.chunk.parameters_C
-            if record.chunk.pending or (
-                parameter.untyped_storage()._cdata == buffer_C.untyped_storage()._cdata
+            if (
+                record.chunk.pending
+                or buffer_C is None
+                or (parameter.untyped_storage()._cdata == buffer_C.untyped_storage()._cdata)
             ):
                 continue
             home = record.view_in(buffer_C)
@@ -283,6 +379,19 @@ class Engine:
             parameter.data = home
             record.chunk.refresh_master(record)
 
+    def refuse_stale_forward(self) -> None:
+        """Raise before a forward on top of a backward pass that ended in an error."""
+        outside = torch._C._current_graph_task_id() == OUTSIDE_BACKWARD
+        if torch.is_grad_enabled() and self.reducer.is_open and outside:
+            raise ShardwiseError(
+                mismatch(
+                    "forward",
+                    expected="a finished backward pass before it",
+                    got="one that ended in an error",
+                    fix="call optimizer.zero_grad() and repeat the step",
+                )
+            )
+
     # ------------------------------------------------------------------ gradients
 
     @contextmanager
@@ -299,6 +408,8 @@ class Engine:
         """Clear the gradients of some parameters, reduced or not."""
         members = list(records)
         self.reducer.reset()
+        if self.residence is not None:
+            self.residence.rest()
         for record in members:
             record.local = None
             if set_to_none:

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from shardwise.runtime.absent import ATTRIBUTE
 from shardwise.runtime.placeholder import ShardedGradient
 
 if TYPE_CHECKING:
     from shardwise.layout import Piece, Slot
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.engine import Engine
-
-ATTRIBUTE = "_shardwise"
 
 
 class ManagedParameter:
@@ -105,6 +104,14 @@ class ManagedParameter:
         if self.piece is None:
             return None
         return slice_S.narrow(0, self.piece.slice_start, self.piece.numel)
+
+    def cut(self, whole: torch.Tensor) -> torch.Tensor | None:
+        """Return the owned piece, 1-D, of a whole value of the parameter's shape."""
+        if self.piece is None:
+            return None
+        flat = whole.new_empty(self.numel)
+        flat.as_strided(self.shape, self.stride).copy_(whole)
+        return flat.narrow(0, self.piece.parameter_start, self.piece.numel)
 
     def drop_gradient(self) -> None:
         """Forget the reduced gradient."""

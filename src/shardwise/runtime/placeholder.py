@@ -32,8 +32,8 @@ class ShardedGradient(torch.Tensor):
         parameter = record.parameter
         self = torch.Tensor._make_wrapper_subclass(
             cls,
-            parameter.shape,
-            strides=parameter.stride(),
+            record.shape,
+            strides=record.stride,
             dtype=parameter.dtype,
             device=parameter.device,
         )

@@ -25,7 +25,9 @@ from torch.autograd import Variable
 from shardwise.errors import ShardwiseError, mismatch
 from shardwise.runtime import facts
 from shardwise.runtime.agreement import Verdict, agree
+from shardwise.runtime.chunk import Presence
 from shardwise.runtime.collectives import is_pairwise
+from shardwise.runtime.divergence import explain
 from shardwise.runtime.placeholder import ShardedGradient
 from shardwise.runtime.worker import Executor, LaggedExecutor, ThreadExecutor
 
@@ -33,11 +35,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from shardwise.runtime.chunk import Chunk
+    from shardwise.runtime.divergence import Whereabouts
     from shardwise.runtime.managed import ManagedParameter
     from shardwise.runtime.reduction import Reduction
     from shardwise.runtime.topology import Topology
 
 OUTSIDE_BACKWARD = -1
+RELEASABLE = 0
+"""In place of the storage of a parameter whose storage comes and goes."""
 UNSCALED = "the loss of a float16 model must be scaled"
 
 
@@ -59,6 +64,7 @@ class GradientReducer:
         *,
         reduction: Reduction,
         leaves_stand_ins: bool = True,
+        whereabouts: Whereabouts,
     ) -> None:
         """Watch every trainable parameter."""
         self.records = list(records)
@@ -74,7 +80,12 @@ class GradientReducer:
         """Gradients of this step are sums that weights will divide."""
         self.on_weighted: Callable[[], None] = lambda: None
         """Called when a pass that some rank has weighted is completed here."""
+        self.on_gradient: Callable[[], None] = lambda: None
+        """Called when a gradient was taken, which may have been the last use of a chunk."""
+        self.on_end: Callable[[], None] = lambda: None
+        """Called at the end of every backward pass, reduced or not."""
         self._leaves_stand_ins = leaves_stand_ins
+        self._whereabouts = whereabouts
         self._phase = Phase.IDLE
         self._is_explicit = False
         self._callback_task = OUTSIDE_BACKWARD
@@ -94,7 +105,8 @@ class GradientReducer:
             is_known = record in self._hooks
             if not record.parameter.requires_grad or (is_known and record.chunk.pending):
                 continue
-            storage = record.parameter.untyped_storage()._cdata
+            is_resident = record.chunk.presence is Presence.RESIDENT
+            storage = record.parameter.untyped_storage()._cdata if is_resident else RELEASABLE
             if not is_known or self._nodes[record][1] != storage:
                 for hook in self._hooks.pop(record, ()):
                     hook.remove()
@@ -102,7 +114,7 @@ class GradientReducer:
 
     def _watch(self, record: ManagedParameter, storage: int) -> None:
         """Hook the node that accumulates into one parameter's gradient."""
-        with torch.enable_grad():
+        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
             alias = record.parameter.view_as(record.parameter).grad_fn
         assert alias is not None
         node = alias.next_functions[0][0]
@@ -148,6 +160,7 @@ class GradientReducer:
                 self.finish()
         finally:
             self._is_explicit = False
+            self.on_end()
 
     def note_backward(self, _: torch.Tensor) -> None:
         """Learn from the model's output that its outermost backward pass has begun."""
@@ -178,22 +191,23 @@ class GradientReducer:
 
     def _after(self, record: ManagedParameter, parameter: torch.Tensor) -> None:
         """Take the gradient that autograd has just finished."""
-        if parameter.dtype != record.chunk.parameters_C.dtype:
+        if parameter.dtype != record.chunk.dtype:
             raise ShardwiseError(
                 mismatch(
                     f"parameter {record.name!r}",
-                    expected=record.chunk.parameters_C.dtype,
+                    expected=record.chunk.dtype,
                     got=parameter.dtype,
                     fix="cast the module before sharding it, or use MixedPrecision",
                 )
             )
         if not self.is_synchronising:
             self._keep_local(record)
-            return
-        if self._phase is Phase.IDLE:
-            self._open()
-        self._absorb(record)
-        self._send_ready()
+        else:
+            if self._phase is Phase.IDLE:
+                self._open()
+            self._absorb(record)
+            self._send_ready()
+        self.on_gradient()
 
     def _keep_local(self, record: ManagedParameter) -> None:
         """Under no_sync: leave the gradient in place, or sum it in the wider reduce dtype."""
@@ -271,8 +285,11 @@ class GradientReducer:
     def _finish_if_open(self) -> None:
         """End a pass that ``loss.backward()`` began."""
         self._callback_task = OUTSIDE_BACKWARD
-        if self._phase is Phase.OPEN and not self._is_explicit:
+        if self._is_explicit:
+            return
+        if self._phase is Phase.OPEN:
             self.finish()
+        self.on_end()
 
     def finish(self) -> None:
         """Complete the reductions of a backward pass on all ranks.
@@ -295,6 +312,7 @@ class GradientReducer:
             self.finish()
         while (verdict := self._agree(is_finishing=False)).is_finishing:
             self._complete(verdict)
+        self._whereabouts.step += 1
         for record in self.records:
             if verdict.mask >> record.index & 1:
                 record.drop_gradient()
@@ -341,12 +359,14 @@ class GradientReducer:
         elif self._leaves_stand_ins:
             for record in self.records:
                 step_mask |= (record.is_held and record.parameter.grad is None) << record.index
-        return agree(
-            self.topology,
-            num_bits=facts.num_bits(self.records, self.chunks),
-            finishing_mask=finishing_mask,
-            step_mask=step_mask,
-        )
+        self._whereabouts.note("end of a backward pass" if is_finishing else "start of a step")
+        with explain(self._whereabouts):
+            return agree(
+                self.topology,
+                num_bits=facts.num_bits(self.records, self.chunks),
+                finishing_mask=finishing_mask,
+                step_mask=step_mask,
+            )
 
     def _complete(self, verdict: Verdict) -> None:
         """Send what is left of an agreed backward pass, wait, and mark what is held."""
@@ -361,7 +381,7 @@ class GradientReducer:
             is_wanted = chunk in said.sent or not said.used.isdisjoint(chunk.records)
             if is_wanted and not chunk.is_sent:
                 self._send(chunk)
-        self._executor.drain()
+        self._drain()
         self._send_late(said.late)
         for record in said.used | said.late:
             record.is_held = True
@@ -383,7 +403,13 @@ class GradientReducer:
                     record.view_in(self.reduction.buffer(chunk)).copy_(record.late)
                     record.late = None
             self._send(chunk)
-        self._executor.drain()
+        self._drain()
+
+    def _drain(self) -> None:
+        """Wait for the reductions that were started."""
+        self._whereabouts.note("wait for reductions")
+        with explain(self._whereabouts):
+            self._executor.drain()
 
     def _close(self) -> None:
         """Leave the backward pass."""

@@ -39,7 +39,7 @@ class Reduction:
         """Return the chunk's whole gradient buffer [C], making one where there is none."""
         buffer_C = chunk.gradients_C
         if buffer_C is None:
-            like = chunk.parameters_C.new_empty(0, dtype=chunk.reduce_dtype)
+            like = chunk.parameter_S.new_empty(0, dtype=chunk.reduce_dtype)
             buffer_C = chunk.gradients_C = self._take(like, chunk.layout.numel)
         elif self._keeps_whole and _is_inside(chunk.gradient_S, buffer_C):
             # stage 1: the result of the last pass lies in the buffer that this pass fills
@@ -68,7 +68,7 @@ class Reduction:
             # a native 16-bit sum may overflow where its mean does not
             buffer_C.div_(divisor)
             divisor = 1
-        exchange = ReduceScatter(buffer_C, shard, self._take)
+        exchange = ReduceScatter(buffer_C, shard, self._take, key=chunk.index)
         return lambda: self._end(chunk, buffer_C, exchange, divisor)
 
     def release(self, chunk: Chunk) -> None:
@@ -89,7 +89,7 @@ class Reduction:
         if replicate.group is not None:
             if total_S.dtype != buffer_C.dtype:
                 total_S, divisor = total_S.div_(divisor).to(buffer_C.dtype), 1
-            all_reduce_in_rank_order(total_S, replicate, divisor=divisor)
+            all_reduce_in_rank_order(total_S, replicate, divisor=divisor, key=chunk.index)
             divisor = 1
         unused = list(exchange.received)
         stays = self._keeps_whole or total_S.numel() == buffer_C.numel()

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
+from shardwise.errors import ConfigurationError, mismatch
 from shardwise.runtime.containers import cast_floating, map_tensors
-from shardwise.runtime.reducer import OUTSIDE_BACKWARD
+from shardwise.runtime.hooks import Hook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from shardwise.runtime.engine import Engine
 
 
@@ -29,9 +27,9 @@ class RootHooks:
 
     def attach(self, module: nn.Module) -> None:
         """Hook the module."""
-        module.register_forward_pre_hook(_Hook(self.before_forward), with_kwargs=True)
-        module.register_forward_hook(_Hook(self.after_forward))
-        module.register_load_state_dict_pre_hook(_Hook(self.before_load))
+        module.register_forward_pre_hook(Hook(self.before_forward), with_kwargs=True)
+        module.register_forward_hook(Hook(self.after_forward))
+        module.register_load_state_dict_pre_hook(Hook(self.before_load))
 
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -40,16 +38,7 @@ class RootHooks:
         engine = self._engine
         with_grad = torch.is_grad_enabled()
         if with_grad:
-            outside = torch._C._current_graph_task_id() == OUTSIDE_BACKWARD
-            if engine.reducer.is_open and outside:
-                raise ShardwiseError(
-                    mismatch(
-                        "forward",
-                        expected="a finished backward pass before it",
-                        got="one that ended in an error",
-                        fix="call optimizer.zero_grad() and repeat the step",
-                    )
-                )
+            engine.refuse_stale_forward()
             engine.reducer.watch()
         if engine.has_updates_in_flight and (not with_grad or _is_compiled(module)):
             engine.settle_parameters()
@@ -97,35 +86,6 @@ class RootHooks:
                 )
             )
         self._engine.settle_parameters()
-
-
-class _Hook:
-    """A bound hook that a copied or pickled module exchanges for one that does nothing."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        """Call ``function``."""
-        self._function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - any hook
-        """Call the real hook."""
-        return self._function(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., None]:
-        """Return a hook without effect."""
-        return _no_hook
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        """Pickle as the hook without effect."""
-        return _get_no_hook, ()
-
-
-def _no_hook(*_: object, **__: object) -> None:
-    """Do nothing: the hook of a plain copy."""
-
-
-def _get_no_hook() -> Callable[..., None]:
-    """Return the hook that a pickle restores."""
-    return _no_hook
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -85,11 +85,12 @@ def make_topology(
     Raises:
         ConfigurationError: The stage, the mesh or the shard size cannot work.
     """
-    if type(stage) is not int or stage not in (0, 1, 2):
+    if type(stage) is not int or stage not in (0, 1, 2, 3):
         raise ConfigurationError(
             mismatch(
                 "stage",
-                expected="0 (replicate), 1 (shard optimizer state) or 2 (also gradients)",
+                expected="0 (replicate), 1 (shard optimizer state), 2 (also gradients) or 3 (also "
+                "parameters)",
                 got=repr(stage),
                 fix="pass one of these",
             )
@@ -174,7 +175,7 @@ def _from_shard_size(shard_size: int, size: int, stage: int, device: torch.devic
                 "shard_size",
                 expected="nothing at stage 0, which replicates",
                 got=shard_size,
-                fix="choose stage 1 or 2, or drop shard_size",
+                fix="choose stage 1 to 3, or drop shard_size",
             )
         )
     if size == 1:

@@ -22,7 +22,7 @@ SMALL_CHUNKS = {"chunk_bytes": 20_000}
 
 
 @pytest.mark.world_size(1, 2, 3, 4, timeout_s=90)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_precision_and_accumulation_is_bit_equal(stage: int) -> None:
     accumulation = [(1, False), (3, False), (3, True)]
     for (param, reduce), (count, no_sync) in itertools.product(PRECISIONS, accumulation):
@@ -38,7 +38,7 @@ def test_every_precision_and_accumulation_is_bit_equal(stage: int) -> None:
 
 
 @pytest.mark.world_size(1, 2, 3, 4, timeout_s=90)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_model_is_bit_equal(stage: int) -> None:
     for case in CASES.values():
         setting = Setting(stage=stage, num_micro_batches=2, options=SMALL_CHUNKS)
@@ -61,7 +61,7 @@ def test_the_optimizer_alone_is_bit_equal(stage: int) -> None:
 
 
 @pytest.mark.world_size(2, 3, 4, timeout_s=90)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_twenty_steps_are_bit_equal(stage: int) -> None:
     for make in (momentum_sgd, adamw, fused_adamw):
         setting = Setting(stage=stage, num_steps=20, options=SMALL_CHUNKS)
@@ -69,7 +69,7 @@ def test_twenty_steps_are_bit_equal(stage: int) -> None:
 
 
 @pytest.mark.world_size(1, 2, 3, 4, timeout_s=90)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_clipping_by_any_norm_is_that_of_one_process(stage: int) -> None:
     for norm_type, (param, reduce), count in itertools.product(
         (1.0, 2.0, 3.0, math.inf), [(None, None), (BF16, FP32)], (1, 2)

@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.runtime import publisher
-from shardwise.runtime.publisher import AwaitedParameter
+from shardwise.runtime.absent import AbsentParameter
 
 
 class SlowWork:
@@ -30,8 +30,8 @@ class SlowWork:
 def slow_gathers():
     real = publisher.start_all_gather
 
-    def start(buffer_C, axis, channel):
-        works = real(buffer_C, axis, channel)
+    def start(buffer_C, axis, channel, **options):
+        works = real(buffer_C, axis, channel, **options)
         return [SlowWork(buffer_C, works)] if works else []
 
     return mock.patch.object(publisher, "start_all_gather", start)
@@ -74,7 +74,7 @@ def test_no_use_sees_an_old_value(stage: int) -> None:
             optimizer.backward(loss)
             expected.backward()
             optimizer.step()
-            assert any(type(p) is AwaitedParameter for p in model.parameters())
+            assert any(type(p) is AbsentParameter for p in model.parameters())
             plain.step()
             optimizer.zero_grad()
             plain.zero_grad()
@@ -110,7 +110,7 @@ def test_every_way_of_reading_waits() -> None:
         optimizer.backward(model(torch.ones(2, 6)).sum())
         with slow_gathers():
             optimizer.step()
-            assert type(model.weight) is AwaitedParameter
+            assert type(model.weight) is AbsentParameter
             assert not read(model).isnan().any(), name
         assert type(model.weight) is nn.Parameter, name
 

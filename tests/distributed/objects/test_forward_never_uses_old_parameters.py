@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 class _LateGather:
     """Writes what was gathered only when it is waited for; until then there is NaN."""
 
-    def __init__(self, buffer_C: Tensor, axis: Axis, channel: Channel) -> None:
+    def __init__(self, buffer_C: Tensor, axis: Axis, channel: Channel, **options: int) -> None:
         self._target = buffer_C
         self._scratch = buffer_C.clone()
-        self._works: Sequence[Waitable] = _start(self._scratch, axis, channel)
+        self._works: Sequence[Waitable] = _start(self._scratch, axis, channel, **options)
         for peer in axis.peers:
             slice_of(buffer_C, peer, axis.size).fill_(torch.nan)
 
@@ -37,10 +37,12 @@ class _LateGather:
 _start = publisher.start_all_gather
 
 
-def _start_late(buffer_C: Tensor, axis: Axis, channel: Channel) -> list[Waitable]:
+def _start_late(
+    buffer_C: Tensor, axis: Axis, channel: Channel, **options: int
+) -> list[Waitable]:
     if axis.group is None or buffer_C.numel() == 0:
         return []
-    return [_LateGather(buffer_C, axis, channel)]
+    return [_LateGather(buffer_C, axis, channel, **options)]
 
 
 class _Model(nn.Module):

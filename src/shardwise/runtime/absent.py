@@ -1,0 +1,184 @@
+"""Parameters whose values are not on this rank at the moment.
+
+Such a parameter is re-classed to a subclass whose operators ask its engine to bring the values
+first; when they are there it is the plain ``nn.Parameter`` it was, at no cost. Reading what needs
+no values (``shape``, ``grad``, ...) asks for nothing. What "bring" does, waits or refuses, is the
+engine's matter.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import ShardwiseError, mismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+ATTRIBUTE = "_shardwise"
+"""The one attribute that the library stores on a user's tensor: see ``managed``."""
+
+
+class AbsentParameter(nn.Parameter):
+    """A parameter without values; an operator that takes it brings them."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the operator returns
+        """Bring the values of every absent argument unless only its description is read."""
+        if func not in _DESCRIPTIONS:
+            if func is torch.Tensor.copy_ and _takes_pieces(args[0]):
+                return _write(*args, **(kwargs or {}))
+            for parameter in _absent_in((args, kwargs or {})):
+                _bring(parameter, func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        """Describe the parameter: reading it for the sake of printing would be collective."""
+        record = getattr(self, ATTRIBUTE, None)
+        name = "" if record is None else f"{record.name!r}, "
+        return f"AbsentParameter({name}shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
+        """Copy the values when they are brought by that; otherwise refuse."""
+        _bring(self, copy_refusal)
+        copied = nn.Parameter.__deepcopy__(self, memo)
+        assert isinstance(copied, nn.Parameter)
+        return copied
+
+    def __reduce_ex__(self, proto: Any) -> Any:  # noqa: ANN401 - as torch's
+        """Pickle the values when they are brought by that; otherwise refuse."""
+        _bring(self, copy_refusal)
+        return super().__reduce_ex__(proto)
+
+
+def hide(parameter: nn.Parameter) -> None:
+    """Make a parameter absent: ``isinstance`` and everything descriptive stay true."""
+    kind = type(parameter)
+    if not issubclass(kind, AbsentParameter):
+        object.__setattr__(parameter, "__class__", _absent_class(kind))
+
+
+def show(parameter: nn.Parameter) -> None:
+    """Give an absent parameter the class it had."""
+    kind = type(parameter)
+    if issubclass(kind, AbsentParameter):
+        object.__setattr__(parameter, "__class__", _plain_class(kind))
+
+
+def copy_refusal() -> None:
+    """Stand for copying and pickling where an operator is asked for."""
+
+
+@cache
+def _absent_class(kind: type) -> type:
+    """Return the absent form of a parameter class."""
+    if kind is nn.Parameter:
+        return AbsentParameter
+    absent = type(kind.__name__, (AbsentParameter, kind), {"__slots__": ()})
+    absent.__module__ = kind.__module__
+    return absent
+
+
+@cache
+def _plain_class(kind: type) -> type:
+    """Return the class that an absent form belongs to."""
+    return nn.Parameter if kind is AbsentParameter else kind.__bases__[1]
+
+
+def _bring(parameter: AbsentParameter, func: Callable[..., Any]) -> None:
+    """Ask the engine for the values."""
+    record = getattr(parameter, ATTRIBUTE, None)
+    if record is None:  # a copy carries the class but is a tensor of its own
+        show(parameter)
+    else:
+        record.engine.bring(record, func)
+
+
+def _takes_pieces(target: object) -> bool:
+    """Return whether a write to this tensor may store the owned piece alone."""
+    record = getattr(target, ATTRIBUTE, None) if isinstance(target, AbsentParameter) else None
+    return record is not None and record.engine.takes_pieces
+
+
+def _write(
+    parameter: AbsentParameter, src: torch.Tensor, non_blocking: bool = False
+) -> torch.Tensor:
+    """Carry out ``parameter.copy_(src)`` on the part that this rank owns."""
+    del non_blocking
+    record = getattr(parameter, ATTRIBUTE)
+    if parameter.requires_grad and torch.is_grad_enabled():
+        raise ShardwiseError(
+            mismatch(
+                "a write to a parameter",
+                expected="torch.no_grad()",
+                got="grad mode",
+                where=record.name,
+                fix="write inside torch.no_grad()",
+            )
+        )
+    record.engine.write_value(record, src.expand(parameter.shape))
+    return parameter
+
+
+def _absent_in(value: Any) -> list[AbsentParameter]:  # noqa: ANN401 - any argument
+    """Return the absent parameters among arguments, in containers too."""
+    if isinstance(value, AbsentParameter):
+        return [value]
+    found: list[AbsentParameter] = []
+    if isinstance(value, list | tuple):
+        for item in value:
+            found += _absent_in(item)
+    elif isinstance(value, dict):
+        found += _absent_in(list(value.values()))
+    return found
+
+
+_T: Any = torch.Tensor
+_DESCRIPTIONS: frozenset[Any] = frozenset(
+    [
+        *(
+            getattr(_T, name).__get__
+            for name in (
+                "device",
+                "dtype",
+                "grad_fn",
+                "is_cpu",
+                "is_cuda",
+                "is_leaf",
+                "is_meta",
+                "is_nested",
+                "is_quantized",
+                "is_sparse",
+                "itemsize",
+                "layout",
+                "nbytes",
+                "ndim",
+                "output_nr",
+                "retains_grad",
+                "shape",
+                "_backward_hooks",
+                "_post_accumulate_grad_hooks",
+                "_version",
+            )
+        ),
+        *(_T.requires_grad.__get__, _T.requires_grad.__set__),
+        *(_T._backward_hooks.__set__, _T._post_accumulate_grad_hooks.__set__),
+        *(_T.grad.__get__, _T.grad.__set__, _T.grad.__delete__),
+        *(_T.size, _T.dim, _T.numel, _T.nelement, _T.stride, _T.is_contiguous, _T.ndimension),
+        *(_T.is_floating_point, _T.is_complex, _T.element_size, _T.requires_grad_, _T.__len__),
+        *(_T.register_hook, _T.register_post_accumulate_grad_hook, _T.get_device, _T.__hash__),
+        *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor),
+        torch.is_same_size,
+    ]
+)

@@ -1,0 +1,244 @@
+"""Which chunks are whole when, at stage 3: a cache of gathered chunks with a byte limit.
+
+Life of a chunk in one pass::
+
+    fetch(chunk)    a unit, an operator or backward needs it: make room, start its gather, start
+                    gathers of what the recorded order says comes next, wait, show the parameters
+    pin / unpin     a running unit keeps its chunks
+    release(chunk)  the parameters become absent; the buffer is reused if nothing else refers to it
+
+Letting go is safe at any moment: a later use fetches again. See ADR 0005.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.runtime.chunk import Presence
+from shardwise.runtime.collectives import Channel, start_all_gather
+from shardwise.runtime.divergence import explain
+from shardwise.runtime.uses import Segment, UseOrder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from shardwise.runtime.chunk import Chunk
+    from shardwise.runtime.divergence import Whereabouts
+    from shardwise.runtime.topology import Axis
+
+OUTSIDE_BACKWARD = -1
+_OWN_REFERENCES = 2
+"""To a storage that one tensor alone refers to: that tensor, and the handle that asks."""
+
+
+class Gatherer:
+    """Gathers and releases the chunks of one engine."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Chunk],
+        axis: Axis,
+        *,
+        whereabouts: Whereabouts,
+        keep_bytes: float = 0,
+        prefetch_bytes: int | None = None,
+    ) -> None:
+        """Serve chunks that are released.
+
+        Args:
+            chunks: All of the engine, in order of definition.
+            axis: The shard axis.
+            whereabouts: Is told what this rank does, for when ranks do not meet.
+            keep_bytes: Gathered bytes to keep where two chunks and prefetch are less; may be inf.
+            prefetch_bytes: Bytes that may be gathered ahead of their use; default: one chunk.
+        """
+        sizes = sorted((chunk.whole_bytes for chunk in chunks), reverse=True)
+        ahead = (sizes[0] if sizes else 0) if prefetch_bytes is None else prefetch_bytes
+        self.prefetch_bytes = ahead
+        self.limit_bytes = max(sum(sizes[:2]) + ahead, keep_bytes)
+        """Whole chunks take no more than this, unless pinned ones alone do."""
+        self.keeps = keep_bytes > 0
+        """Chunks stay after a forward pass without gradients."""
+        self.order: UseOrder[Chunk] = UseOrder()
+        self.gathered_bytes = 0
+        self.peak_bytes = 0
+        """High-water mark of ``gathered_bytes``; may be reset by who reads it."""
+        self.num_gathers = 0
+        self._whereabouts = whereabouts
+        self._axis = axis
+        self._present: dict[Chunk, None] = {}
+        self._by_storage: dict[int, Chunk] = {}
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._is_in_backward = False
+
+    # ------------------------------------------------------------------ use
+
+    def begin(self, segment: Segment) -> None:
+        """Start a forward pass; backward begins with its first use."""
+        self._is_in_backward = False
+        self.order.begin(segment)
+
+    def fetch(self, chunk: Chunk) -> None:
+        """Return when the chunk is whole. Collectives: an all-gather where it was not coming."""
+        if torch._C._current_graph_task_id() != OUTSIDE_BACKWARD:
+            if not self._is_in_backward:
+                self._is_in_backward = True
+                self.order.begin(Segment.BACKWARD)
+            self.order.note(chunk)
+            self.release_idle(but=chunk)
+        else:
+            self.order.note(chunk)
+        if chunk.presence is Presence.RELEASED:
+            self._make_room(chunk, next_use=0)
+            self._start(chunk)
+        self._present[chunk] = self._present.pop(chunk)  # the most recently used
+        self._prefetch(chunk)
+        if chunk.presence is Presence.GATHERING:
+            self._arrive(chunk)
+
+    def pin(self, chunks: Iterable[Chunk]) -> None:
+        """Fetch chunks and keep them until ``unpin``."""
+        for chunk in chunks:
+            self.fetch(chunk)
+            chunk.num_pins += 1
+
+    def unpin(self, chunks: Iterable[Chunk]) -> None:
+        """Let chunks go again."""
+        for chunk in chunks:
+            chunk.num_pins -= 1
+
+    @property
+    def has_pins(self) -> bool:
+        """True while some chunk must stay whole."""
+        return any(chunk.num_pins for chunk in self._present)
+
+    def owner_of(self, tensor: torch.Tensor) -> Chunk | None:
+        """Return the gathered chunk that a tensor is a view of."""
+        if not self._by_storage:
+            return None
+        try:
+            storage = tensor.untyped_storage()._cdata
+        except NotImplementedError:  # sparse tensors and wrappers have no storage
+            return None
+        chunk = self._by_storage.get(storage)
+        return chunk if chunk is not None and tensor.dtype == chunk.dtype else None
+
+    # ------------------------------------------------------------------ letting go
+
+    def release(self, chunk: Chunk) -> None:
+        """Make a chunk's parameters absent."""
+        if chunk.presence is Presence.GATHERING:
+            self._arrive(chunk)  # its memory is being written to
+        del self._present[chunk]
+        self.gathered_bytes -= chunk.whole_bytes
+        buffer_C = chunk.let_go()
+        del self._by_storage[buffer_C.untyped_storage()._cdata]
+        if _is_referred_to_by_one(buffer_C):
+            self._free.setdefault((buffer_C.numel(), buffer_C.dtype), []).append(buffer_C)
+
+    def release_idle(self, but: Chunk | None = None) -> None:
+        """In backward: release chunks that no saved tensor and no recorded use asks for."""
+        for chunk in list(self._present):
+            if chunk.num_handles or chunk.num_pins or chunk is but:
+                continue
+            if self.order.next_use(chunk) is None:
+                self.release(chunk)
+
+    def release_all(self) -> None:
+        """Release what is not pinned and return the memory of buffers that wait for reuse."""
+        for chunk in list(self._present):
+            if not chunk.num_pins:
+                self.release(chunk)
+        self._free.clear()
+
+    def end_forward(self, *, with_grad: bool) -> None:
+        """After the outermost unit: a pass without gradients leaves nothing behind."""
+        if not with_grad and not self.keeps:
+            self.release_all()
+
+    def end_backward(self) -> None:
+        """Leave nothing behind: what a step updates must not be gathered before it."""
+        self._is_in_backward = False
+        self.release_all()
+
+    # ------------------------------------------------------------------ inside
+
+    def _start(self, chunk: Chunk) -> None:
+        """Begin to gather a released chunk."""
+        buffer_C = self._take(chunk)
+        self._whereabouts.note(f"gather of chunk {chunk.index} ({chunk.records[0].name}, ...)")
+        works = start_all_gather(
+            buffer_C,
+            self._axis,
+            Channel.GATHER_PARAMETERS,
+            key=chunk.index,
+            own_S=chunk.parameter_S,
+        )
+        chunk.expect(buffer_C, works)
+        self._by_storage[buffer_C.untyped_storage()._cdata] = chunk
+        self._present[chunk] = None
+        self.num_gathers += 1
+        self.gathered_bytes += chunk.whole_bytes
+        self.peak_bytes = max(self.peak_bytes, self.gathered_bytes)
+
+    def _arrive(self, chunk: Chunk) -> None:
+        """Wait for a chunk that is on its way."""
+        self._whereabouts.note(f"wait for chunk {chunk.index} ({chunk.records[0].name}, ...)")
+        with explain(self._whereabouts):
+            chunk.arrive()
+
+    def _take(self, chunk: Chunk) -> torch.Tensor:
+        """Return memory for a whole chunk."""
+        free = self._free.get((chunk.layout.numel, chunk.dtype))
+        return free.pop() if free else chunk.parameter_S.new_empty(chunk.layout.numel)
+
+    def _make_room(self, chunk: Chunk, *, next_use: float) -> bool:
+        """Release what is used later than ``next_use`` until a chunk fits; False if it does not."""
+        while self.gathered_bytes + chunk.whole_bytes > self.limit_bytes:
+            victim = self._victim(next_use)
+            if victim is None:
+                return False
+            self.release(victim)
+        return True
+
+    def _victim(self, next_use: float) -> Chunk | None:
+        """Return the chunk to release: that of the furthest next use, else the least recent."""
+        victim, furthest = None, next_use
+        for chunk in self._present:
+            if chunk.num_pins:
+                continue
+            expected = self.order.next_use(chunk)
+            distance = math.inf if expected is None else expected
+            if distance > furthest:
+                victim, furthest = chunk, distance
+        return victim
+
+    def _prefetch(self, current: Chunk) -> None:
+        """Start gathers of the next chunks in the recorded order, within the limits."""
+        ahead = 0
+        looked_at: set[Chunk] = {current}
+        for chunk in self.order.upcoming():
+            if chunk in looked_at:
+                continue
+            looked_at.add(chunk)
+            ahead += chunk.whole_bytes
+            if ahead > self.prefetch_bytes:
+                return
+            if chunk.presence is not Presence.RELEASED:
+                continue
+            next_use = self.order.next_use(chunk)
+            assert next_use is not None
+            if not self._make_room(chunk, next_use=next_use):
+                return
+            self._start(chunk)
+
+
+def _is_referred_to_by_one(buffer: torch.Tensor) -> bool:
+    """Return whether no view of a buffer is left, so that its memory may be reused."""
+    if type(buffer) is not torch.Tensor:  # a dry run has no memory to reuse
+        return False
+    storage = buffer.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) <= _OWN_REFERENCES

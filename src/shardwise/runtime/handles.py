@@ -1,0 +1,76 @@
+"""What autograd saves instead of views of gathered chunks, so that they may be released.
+
+While a unit runs forward, a saved tensor that lies in a gathered chunk is replaced by a
+``ChunkHandle``; backward exchanges it for a view of the chunk, gathered again if need be.
+Everything else is saved as it is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from shardwise.errors import ShardwiseError, mismatch
+from shardwise.runtime.chunk import Presence
+
+if TYPE_CHECKING:
+    from shardwise.runtime.chunk import Chunk
+    from shardwise.runtime.gatherer import Gatherer
+
+
+class ChunkHandle:
+    """One saved view of a chunk; counts itself on the chunk while it lives."""
+
+    __slots__ = ("chunk", "offset", "size", "stride", "update")
+
+    def __init__(self, chunk: Chunk, view: torch.Tensor) -> None:
+        """Describe a view of the chunk's buffer."""
+        self.chunk = chunk
+        self.size, self.stride = view.size(), view.stride()
+        self.offset = view.storage_offset()
+        self.update = chunk.num_updates
+        chunk.num_handles += 1
+
+    def __del__(self) -> None:
+        """Autograd has freed the saved tensor."""
+        self.chunk.num_handles -= 1
+
+
+class SavedViews:
+    """Packs and unpacks saved tensors for one gatherer."""
+
+    def __init__(self, gatherer: Gatherer) -> None:
+        """Serve one gatherer."""
+        self._gatherer = gatherer
+
+    def hooks(self) -> saved_tensors_hooks:
+        """Return the context in which views of chunks are saved as handles."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | ChunkHandle:
+        """Return what is saved in place of a tensor."""
+        chunk = self._gatherer.owner_of(tensor)
+        # detached: a saved output would otherwise hold the graph that holds it
+        return tensor.detach() if chunk is None else ChunkHandle(chunk, tensor)
+
+    def _unpack(self, saved: torch.Tensor | ChunkHandle) -> torch.Tensor:
+        """Return the tensor that was saved."""
+        if not isinstance(saved, ChunkHandle):
+            return saved
+        chunk = saved.chunk
+        if chunk.num_updates != saved.update:
+            raise ShardwiseError(
+                mismatch(
+                    "backward",
+                    expected="parameters as they were in forward",
+                    got="parameters that a step has updated since",
+                    where=chunk.records[0].name,
+                    fix="run backward before the step, or forward again",
+                )
+            )
+        self._gatherer.fetch(chunk)
+        assert chunk.presence is Presence.GATHERED
+        with torch.no_grad():
+            return chunk.whole_C.as_strided(saved.size, saved.stride, saved.offset)
