@@ -162,13 +162,13 @@ def full_parameters(module: nn.Module, *, writeback: bool = False) -> Generator[
     """
     engine = engine_of(module)
     records = [r for r in map(record_of, module.parameters()) if r is not None]
-    with engine.whole(records):
+    with engine.values.whole(records):
         before = [_identity_of(record.parameter) for record in records]
         is_kept = False
         try:
             yield
             if writeback:
-                engine.adopt_whole(records)
+                engine.values.adopt_whole(records)
                 is_kept = True
         finally:
             changed = [
@@ -177,7 +177,7 @@ def full_parameters(module: nn.Module, *, writeback: bool = False) -> Generator[
                 if _identity_of(record.parameter) != identity
             ]
             if not is_kept:
-                engine.disown(changed)
+                engine.values.disown(changed)
     if changed and not writeback:
         raise ShardwiseError(
             mismatch(

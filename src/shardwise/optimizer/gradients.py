@@ -98,8 +98,8 @@ class Gradients:
                 # this rank had no pass: what it takes part in now has the scale of the others
                 engine.gradient_scale = scaler.scale
             engine.reducer.settle()
-            engine.settle_parameters()
-            engine.refresh_changed_masters()
+            engine.values.settle()
+            engine.values.refresh_changed_masters()
 
     def exist(self) -> bool:
         """Return whether a step has anything to update."""

@@ -12,7 +12,7 @@ from shardwise.errors import ConfigurationError, mismatch
 from shardwise.optimizer.atoms import Atom, atoms_of, choose_atom
 from shardwise.optimizer.binding import Binding, check_members
 from shardwise.runtime.build import PackingPolicy, check_parameters
-from shardwise.runtime.engine import Engine, EngineOptions
+from shardwise.runtime.engine import PARAMETER_STAGE, Engine, EngineOptions
 from shardwise.runtime.managed import record_of
 from shardwise.runtime.topology import make_topology
 
@@ -146,7 +146,17 @@ def _names(groups: Sequence[Sequence[nn.Parameter]]) -> list[str]:
 
 
 def _check_stage(options: SetUp) -> None:
-    """Require a stage for parameters that no module shards."""
+    """Require a stage for parameters that no module shards, and one that can do without."""
+    if options.stage == PARAMETER_STAGE:
+        raise ConfigurationError(
+            mismatch(
+                "stage",
+                expected="0, 1 or 2: an optimizer alone cannot shard parameters",
+                got=options.stage,
+                fix="call shardwise.shard(model, stage=3) and make the ShardedOptimizer without "
+                "a stage",
+            )
+        )
     if options.stage is None:
         raise ConfigurationError(
             mismatch(

@@ -287,7 +287,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         finally:
             for engine in divisors:
                 if not engine.options.knows_model:
-                    engine.settle_parameters()
+                    engine.values.settle()
         return loss
 
     def _skip(self, norm: float) -> None:
@@ -351,7 +351,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             ConfigurationError: Groups or shapes do not match; nothing is changed.
         """
         for engine in self._binding.engines():
-            engine.settle_parameters()
+            engine.values.settle()
             engine.reducer.watch()
         self._binding.refresh()
         groups = self._inner.param_groups
@@ -380,6 +380,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         with torch.no_grad():
             for engine in self._binding.engines():
-                engine.settle_parameters()
-                engine.adopt_moved_parameters()
-                engine.refresh_masters(engine.records, keeps_exact=False)
+                engine.values.settle()
+                engine.values.adopt_moved()
+                engine.values.refresh_masters(engine.records, keeps_exact=False)

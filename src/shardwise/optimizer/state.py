@@ -258,9 +258,7 @@ class StateExchange:
             record = self._members[index].record
             if record is None or record.chunk.master_S is None:
                 continue
-            record.engine.write_master(record, whole)
-            record.parameter.copy_(whole)
-            record.seen_version = record.parameter._version
+            record.engine.values.write(record, whole)
 
     def _check_masters(self, masters: dict[int, torch.Tensor]) -> None:
         """Refuse masters of other parameters."""

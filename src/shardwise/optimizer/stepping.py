@@ -146,7 +146,7 @@ class Stepper:
     def _publish(chunk: Chunk) -> None:
         """Round the update into the working slice and send it."""
         chunk.refresh_working()
-        chunk.records[0].engine.publish(chunk)
+        chunk.records[0].engine.values.publish(chunk)
 
     @contextmanager
     def _only(self, chunk: Chunk, *, with_left_out: bool) -> Generator[None]:

@@ -19,6 +19,8 @@ from shardwise.errors import ShardwiseError, mismatch
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from shardwise.runtime.chunk import Chunk
+
 ATTRIBUTE = "_shardwise"
 """The one attribute that the library stores on a user's tensor: see ``managed``."""
 
@@ -35,13 +37,20 @@ class AbsentParameter(nn.Parameter):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the operator returns
         """Bring the values of every absent argument unless only its description is read."""
-        if func not in _DESCRIPTIONS:
-            if func is torch.Tensor.copy_ and _takes_pieces(args[0]):
-                return _write(*args, **(kwargs or {}))
-            for parameter in _absent_in((args, kwargs or {})):
-                _bring(parameter, func)
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        if func in _DESCRIPTIONS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func is torch.Tensor.copy_ and _takes_pieces(args[0]):
+            return _write(*args, **(kwargs or {}))
+        pinned: list[Chunk] = []
+        try:
+            for parameter in _parameters_in((args, kwargs or {})):
+                _pin(parameter, func, pinned)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        finally:
+            for chunk in pinned:
+                chunk.num_pins -= 1
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         """Describe the parameter: reading it for the sake of printing would be collective."""
@@ -52,14 +61,12 @@ class AbsentParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
         """Copy the values when they are brought by that; otherwise refuse."""
         _bring(self, copy_refusal)
-        copied = nn.Parameter.__deepcopy__(self, memo)
-        assert isinstance(copied, nn.Parameter)
-        return copied
+        return type(self).__deepcopy__(self, memo)
 
     def __reduce_ex__(self, proto: Any) -> Any:  # noqa: ANN401 - as torch's
         """Pickle the values when they are brought by that; otherwise refuse."""
         _bring(self, copy_refusal)
-        return super().__reduce_ex__(proto)
+        return type(self).__reduce_ex__(self, proto)
 
 
 def hide(parameter: nn.Parameter) -> None:
@@ -96,19 +103,29 @@ def _plain_class(kind: type) -> type:
     return nn.Parameter if kind is AbsentParameter else kind.__bases__[1]
 
 
-def _bring(parameter: AbsentParameter, func: Callable[..., Any]) -> None:
-    """Ask the engine for the values."""
+def _bring(parameter: nn.Parameter, func: Callable[..., Any]) -> None:
+    """Ask the engine for the values of a parameter, if it is absent."""
+    if isinstance(parameter, AbsentParameter):
+        record = getattr(parameter, ATTRIBUTE, None)
+        if record is None:  # a copy carries the class but is a tensor of its own
+            show(parameter)
+        else:
+            record.engine.values.bring(record, func)
+
+
+def _pin(parameter: nn.Parameter, func: Callable[..., Any], pinned: list[Chunk]) -> None:
+    """Bring a parameter's values and keep them while those of other arguments are brought."""
+    _bring(parameter, func)
     record = getattr(parameter, ATTRIBUTE, None)
-    if record is None:  # a copy carries the class but is a tensor of its own
-        show(parameter)
-    else:
-        record.engine.bring(record, func)
+    if record is not None:
+        record.chunk.num_pins += 1
+        pinned.append(record.chunk)
 
 
 def _takes_pieces(target: object) -> bool:
     """Return whether a write to this tensor may store the owned piece alone."""
     record = getattr(target, ATTRIBUTE, None) if isinstance(target, AbsentParameter) else None
-    return record is not None and record.engine.takes_pieces
+    return record is not None and record.engine.values.takes_pieces
 
 
 def _write(
@@ -127,20 +144,20 @@ def _write(
                 fix="write inside torch.no_grad()",
             )
         )
-    record.engine.write_value(record, src.expand(parameter.shape))
+    record.engine.values.write(record, src.expand(parameter.shape))
     return parameter
 
 
-def _absent_in(value: Any) -> list[AbsentParameter]:  # noqa: ANN401 - any argument
-    """Return the absent parameters among arguments, in containers too."""
-    if isinstance(value, AbsentParameter):
+def _parameters_in(value: Any) -> list[nn.Parameter]:  # noqa: ANN401 - any argument
+    """Return the parameters among arguments, in containers too."""
+    if isinstance(value, nn.Parameter):
         return [value]
-    found: list[AbsentParameter] = []
+    found: list[nn.Parameter] = []
     if isinstance(value, list | tuple):
         for item in value:
-            found += _absent_in(item)
+            found += _parameters_in(item)
     elif isinstance(value, dict):
-        found += _absent_in(list(value.values()))
+        found += _parameters_in(list(value.values()))
     return found
 
 
@@ -179,6 +196,6 @@ _DESCRIPTIONS: frozenset[Any] = frozenset(
         *(_T.is_floating_point, _T.is_complex, _T.element_size, _T.requires_grad_, _T.__len__),
         *(_T.register_hook, _T.register_post_accumulate_grad_hook, _T.get_device, _T.__hash__),
         *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor),
-        torch.is_same_size,
+        *(torch.is_same_size, torch.autograd.grad, torch.autograd.backward),
     ]
 )

@@ -9,7 +9,7 @@ import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -25,20 +25,19 @@ from shardwise.runtime.chunk import Presence
 from shardwise.runtime.collectives import (
     Channel,
     all_reduce_scalars,
-    broadcast_from_first,
     slice_of,
     start_all_gather,
     wait_all,
 )
 from shardwise.runtime.divergence import Whereabouts
 from shardwise.runtime.managed import ATTRIBUTE, ManagedParameter, record_of
-from shardwise.runtime.publisher import publish, settle_chunk
 from shardwise.runtime.reducer import OUTSIDE_BACKWARD, UNSCALED, GradientReducer
 from shardwise.runtime.reduction import Reduction
 from shardwise.runtime.residence import Residence
+from shardwise.runtime.values import ParameterValues
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+    from collections.abc import Generator, Iterable, Mapping, Sequence
 
     from shardwise.options import MixedPrecision
     from shardwise.runtime.chunk import Chunk
@@ -112,6 +111,7 @@ class Engine:
         self.residence: Residence | None = None
         """What brings and releases chunks; None where all are resident."""
         self._pack({r: atoms[r.parameter] for r in self.records if atoms and r.parameter in atoms})
+        self.values = ParameterValues(self)
 
     def _pack(self, atoms: dict[ManagedParameter, int]) -> None:
         """Put all records into chunks and watch them."""
@@ -229,7 +229,7 @@ class Engine:
                     fix="make the ShardedOptimizer before the first backward pass",
                 )
             )
-        self.settle_parameters()
+        self.values.settle()
         masters = {
             record: record.view_in(self.gather(record.chunk, record.chunk.master_S)).clone()
             for record in self.records
@@ -240,144 +240,7 @@ class Engine:
         self._pack(by_record)
         with torch.no_grad():
             for record, master in masters.items():
-                self.write_master(record, master)
-
-    def write_master(self, record: ManagedParameter, whole: torch.Tensor) -> None:
-        """Store the owned piece of a whole float32 value in the master."""
-        record.chunk.ensure_master()
-        master_S = record.chunk.master_S
-        assert master_S is not None
-        own, piece = record.cut(whole), record.piece_in(master_S)
-        if own is not None and piece is not None:
-            piece.copy_(own)
-
-    # ------------------------------------------------------------------ parameters
-
-    def bring(self, record: ManagedParameter, func: Callable[..., Any]) -> None:
-        """Make an absent parameter plain because an operator takes it.
-
-        Collectives: at stage 3 an all-gather of its chunk.
-
-        Raises:
-            ShardwiseError: At stage 3, outside of forward and backward.
-        """
-        if self.residence is None:
-            settle_chunk(record.chunk)
-        else:
-            self.residence.bring(record, func)
-
-    @property
-    def takes_pieces(self) -> bool:
-        """True while a write to an absent parameter can only mean to store the owned piece."""
-        return self.residence is not None and not self.residence.is_computing
-
-    def write_value(self, record: ManagedParameter, whole: torch.Tensor) -> None:
-        """Store the owned piece of a whole value, exactly in the master. Collectives: none."""
-        chunk = record.chunk
-        if chunk.is_whole and not chunk.pending:
-            record.parameter.copy_(whole)
-            record.seen_version = record.parameter._version
-        own, piece = record.cut(whole), record.piece_in(chunk.parameter_S)
-        if own is not None and piece is not None:
-            piece.copy_(own)
-        if chunk.master_S is not None:
-            self.write_master(record, whole)
-
-    def publish(self, chunk: Chunk) -> None:
-        """Send an updated slice to the other ranks. Collectives: one all-gather, started here.
-
-        At stage 3 none: the next use gathers it.
-        """
-        self.was_updated = True
-        chunk.num_updates += 1
-        if self.residence is not None:
-            return
-        publish(chunk, self.topology.shard, lazily=self.options.knows_model)
-
-    @contextmanager
-    def whole(self, records: Sequence[ManagedParameter]) -> Generator[None]:
-        """Inside, some parameters are whole and newest. Collectives: all-gathers at stage 3."""
-        self.settle_parameters()
-        if self.residence is None:
-            yield
-        else:
-            with self.residence.whole(records):
-                yield
-
-    def adopt_whole(self, records: Sequence[ManagedParameter]) -> None:
-        """Take values written to whole parameters from the first rank. Collectives: broadcasts."""
-        self.adopt_moved_parameters()
-        axis = self.topology.shard
-        for chunk in {record.chunk: None for record in records}:
-            broadcast_from_first(chunk.whole_C, self.topology)
-            if chunk.presence is not Presence.RESIDENT:
-                chunk.parameter_S.copy_(slice_of(chunk.whole_C, axis.rank, axis.size))
-        self.refresh_masters(records)
-
-    def disown(self, records: Sequence[ManagedParameter]) -> None:
-        """Drop what was written to whole parameters, where they are about to be released."""
-        for record in records:
-            if record.chunk.presence is Presence.GATHERED:
-                record.seen_version = record.parameter._version
-
-    @property
-    def has_updates_in_flight(self) -> bool:
-        """True when some parameter may still hold its old value on this rank."""
-        return any(chunk.pending for chunk in self.chunks)
-
-    def settle_parameters(self) -> None:
-        """Wait until every parameter has its newest value on this rank."""
-        for chunk in self.chunks:
-            if chunk.pending:
-                settle_chunk(chunk)
-
-    def refresh_changed_masters(self) -> None:
-        """Take masters from working parameters that autograd saw written since the last update."""
-        if self.residence is not None:
-            self.residence.refuse_update_of_whole()
-            self.residence.rest()
-            return
-        self.adopt_moved_parameters()
-        self.refresh_masters(r for r in self.records if r.parameter._version != r.seen_version)
-
-    def refresh_masters(
-        self, records: Iterable[ManagedParameter], *, keeps_exact: bool = True
-    ) -> None:
-        """Take the masters of some parameters from their working values.
-
-        With ``keeps_exact``, a master that rounds to the working value already stays.
-        """
-        for record in records:
-            if not record.chunk.pending:
-                record.chunk.refresh_master(record, keeps_exact=keeps_exact)
-                if record.chunk.is_whole:
-                    record.seen_version = record.parameter._version
-
-    def adopt_moved_parameters(self) -> None:
-        """Bring values back into the chunk where the user has replaced ``parameter.data``."""
-        for record in self.records:
-            parameter = record.parameter
-            buffer_C = record.chunk.parameters_C
-            if (
-                record.chunk.pending
-                or buffer_C is None
-                or (parameter.untyped_storage()._cdata == buffer_C.untyped_storage()._cdata)
-            ):
-                continue
-            home = record.view_in(buffer_C)
-            if _kind_of(parameter) != _kind_of(home):
-                raise ShardwiseError(
-                    mismatch(
-                        f"parameter {record.name!r}",
-                        expected=_kind_of(home),
-                        got=_kind_of(parameter),
-                        fix="move, cast or reshape the module before sharding it",
-                    )
-                )
-            with torch.no_grad():
-                home.copy_(parameter)
-            parameter.data = home
-            record.chunk.refresh_master(record)
+                self.values.write_master(record, master)
 
     def refuse_stale_forward(self) -> None:
         """Raise before a forward on top of a backward pass that ended in an error."""
@@ -499,8 +362,3 @@ def _weigh_with_nothing(engine: weakref.ref[Engine]) -> None:
     target = engine()
     if target is not None and target.local_weight is None:
         target.weigh(0.0)
-
-
-def _kind_of(tensor: torch.Tensor) -> str:
-    """Describe what a replacement of a parameter's values must keep."""
-    return f"shape {tuple(tensor.shape)} in {tensor.dtype} on {tensor.device}"

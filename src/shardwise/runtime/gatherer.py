@@ -16,6 +16,7 @@ import math
 from typing import TYPE_CHECKING
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from shardwise.runtime.chunk import Presence
 from shardwise.runtime.collectives import Channel, start_all_gather
@@ -91,13 +92,18 @@ class Gatherer:
             self.release_idle(but=chunk)
         else:
             self.order.note(chunk)
-        if chunk.presence is Presence.RELEASED:
-            self._make_room(chunk, next_use=0)
-            self._start(chunk)
-        self._present[chunk] = self._present.pop(chunk)  # the most recently used
-        self._prefetch(chunk)
-        if chunk.presence is Presence.GATHERING:
-            self._arrive(chunk)
+        chunk.num_pins += 1
+        try:
+            with temporarily_clear_interpreter_stack():  # not part of a user's transform
+                if chunk.presence is Presence.RELEASED:
+                    self._make_room(chunk, next_use=0)
+                    self._start(chunk)
+                self._present[chunk] = self._present.pop(chunk)  # the most recently used
+                self._prefetch(chunk)
+                if chunk.presence is Presence.GATHERING:
+                    self._arrive(chunk)
+        finally:
+            chunk.num_pins -= 1
 
     def pin(self, chunks: Iterable[Chunk]) -> None:
         """Fetch chunks and keep them until ``unpin``."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from contextlib import suppress
 from enum import Enum
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,9 +24,9 @@ from torch.autograd import Variable
 from shardwise.errors import ShardwiseError, mismatch
 from shardwise.runtime import facts
 from shardwise.runtime.agreement import Verdict, agree
-from shardwise.runtime.chunk import Presence
 from shardwise.runtime.collectives import is_pairwise
 from shardwise.runtime.divergence import explain
+from shardwise.runtime.gradient_hooks import GradientHooks
 from shardwise.runtime.placeholder import ShardedGradient
 from shardwise.runtime.worker import Executor, LaggedExecutor, ThreadExecutor
 
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from shardwise.runtime.topology import Topology
 
 OUTSIDE_BACKWARD = -1
-RELEASABLE = 0
-"""In place of the storage of a parameter whose storage comes and goes."""
 UNSCALED = "the loss of a float16 model must be scaled"
 
 
@@ -95,39 +92,14 @@ class GradientReducer:
         axis = topology.shard if topology.shard.group is not None else topology.replicate
         threaded = axis.group is not None and is_pairwise(axis, torch.empty(0, device=device))
         self._executor: Executor = ThreadExecutor() if threaded else LaggedExecutor()
-        self._hooks: dict[ManagedParameter, list[torch.utils.hooks.RemovableHandle]] = {}
-        self._nodes: dict[ManagedParameter, tuple[torch.autograd.graph.Node, int]] = {}
+        self._hooks = GradientHooks(self._before, self._after)
         self.watch()
 
     def watch(self) -> None:
-        """Hook parameters that are trainable and have no hooks, or lost one to new ``.data``."""
-        for record in self.records:
-            is_known = record in self._hooks
-            if not record.parameter.requires_grad or (is_known and record.chunk.pending):
-                continue
-            is_resident = record.chunk.presence is Presence.RESIDENT
-            storage = record.parameter.untyped_storage()._cdata if is_resident else RELEASABLE
-            if not is_known or self._nodes[record][1] != storage:
-                for hook in self._hooks.pop(record, ()):
-                    hook.remove()
-                self._watch(record, storage)
-
-    def _watch(self, record: ManagedParameter, storage: int) -> None:
-        """Hook the node that accumulates into one parameter's gradient."""
-        with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-            alias = record.parameter.view_as(record.parameter).grad_fn
-        assert alias is not None
-        node = alias.next_functions[0][0]
-        assert node is not None
-        record.handle = ShardedGradient(record)
-        record.chunk.ensure_master()
-        if record.parameter.dtype is torch.float16 and self.bare_backward_refusal is None:
-            self.bare_backward_refusal = UNSCALED
-        self._nodes[record] = (node, storage)  # the tensor holds its node weakly
-        self._hooks[record] = [
-            node.register_prehook(partial(self._before, record)),
-            record.parameter.register_post_accumulate_grad_hook(partial(self._after, record)),
-        ]
+        """Hook parameters that became trainable, or lost their hooks."""
+        for record in self._hooks.watch(self.records):
+            if record.parameter.dtype is torch.float16 and self.bare_backward_refusal is None:
+                self.bare_backward_refusal = UNSCALED
 
     @property
     def is_open(self) -> bool:
@@ -137,11 +109,7 @@ class GradientReducer:
     def close(self) -> None:
         """Let go of parameters (nodes that own them are hidden from Python) and of the thread."""
         self._executor.close()
-        for hooks in self._hooks.values():
-            for hook in hooks:
-                hook.remove()
-        self._hooks.clear()
-        self._nodes.clear()
+        self._hooks.close()
 
     # ------------------------------------------------------------------ the backward pass
 

@@ -40,8 +40,8 @@ class RootHooks:
         if with_grad:
             engine.refuse_stale_forward()
             engine.reducer.watch()
-        if engine.has_updates_in_flight and (not with_grad or _is_compiled(module)):
-            engine.settle_parameters()
+        if engine.values.are_in_flight and (not with_grad or _is_compiled(module)):
+            engine.values.settle()
         precision = engine.precision
         if precision is None or precision.param_dtype is None:
             return None
@@ -85,7 +85,7 @@ class RootHooks:
                     fix="drop assign=True, or load before sharding",
                 )
             )
-        self._engine.settle_parameters()
+        self._engine.values.settle()
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.kit.pair import FACES, STAGES, Face, Pair, Setting
+from tests.kit.pair import FACES, Face, Pair, Setting, stages_of
 
 
 def _model() -> nn.Module:
@@ -21,7 +21,7 @@ def _loss(model: nn.Module, rank: int) -> Tensor:
 @pytest.mark.parametrize("bare", [False, True], ids=["optimizer.backward", "loss.backward"])
 @pytest.mark.parametrize("face", FACES)
 def test_micro_batches_add_up(face: Face, bare: bool) -> None:
-    for stage in STAGES:
+    for stage in stages_of(face):
         pair = Pair(_model, setting=Setting(stage=stage, face=face))
         for num_micro_batches in (1, 3, 4, 2):
             for _ in range(num_micro_batches):

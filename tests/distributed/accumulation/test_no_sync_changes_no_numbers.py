@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.kit.oracle import assert_bit_equal
-from tests.kit.pair import FACES, STAGES, Face, Pair, Setting, full_gradients
+from tests.kit.pair import FACES, STAGES, Face, Pair, Setting, full_gradients, stages_of
 
 
 def _model() -> nn.Module:
@@ -24,7 +24,7 @@ def _loss(model: nn.Module, rank: int) -> Tensor:
 @pytest.mark.parametrize("forward_outside", [False, True], ids=["whole", "backward-only"])
 @pytest.mark.parametrize("face", FACES)
 def test_no_sync_changes_no_numbers(face: Face, forward_outside: bool) -> None:
-    for stage in STAGES:
+    for stage in stages_of(face):
         pair = Pair(_model, setting=Setting(stage=stage, face=face))
         for _ in range(2):
             for micro_batch in range(3):

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from tests.kit.pair import FACES, STAGES, Face
+from tests.kit.pair import FACES, Face, stages_of
 
 
 class _Weight(nn.Module):
@@ -23,7 +23,7 @@ def test_small_gradients_survive_accumulation(world_size: int, face: Face) -> No
     for num_local in (0, 2, 3):
         precision = sw.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         meshes = [{}, {"shard_size": 2}] if world_size == 4 else [{}]
-        for stage, mesh in [(stage, mesh) for stage in STAGES for mesh in meshes]:
+        for stage, mesh in [(stage, mesh) for stage in stages_of(face) for mesh in meshes]:
             if stage == 0 and mesh:
                 continue
             model = _Weight()

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.kit.pair import FACES, STAGES, Face, Pair, Setting
+from tests.kit.pair import FACES, Face, Pair, Setting, stages_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +53,7 @@ def _loss(model: nn.Module, rank: int) -> Tensor:
 def test_custom_state_is_as_large_as_the_piece(face: Face) -> None:
     """`state_dict` has every state in the parameter's shape again, and loads it back."""
     for atom in ("element", "parameter", 4):
-        for stage in STAGES:
+        for stage in stages_of(face):
             setting = Setting(stage=stage, face=face, wrap={"atom": atom})
             pair = Pair(_model, lambda m: HoardingSGD(m.parameters()), setting=setting)
             pair.train(_loss, num_steps=2)

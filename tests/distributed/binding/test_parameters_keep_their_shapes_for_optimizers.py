@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from tests.kit.pair import FACES, STAGES, Face, Pair, Setting
+from tests.kit.pair import FACES, STAGES, Face, Pair, Setting, stages_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +56,7 @@ def _matrix_sgd(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("face", FACES)
 def test_a_matrix_optimizer_sees_whole_matrices(face: Face) -> None:
     """Asked for whole parameters, every matrix is seen by exactly one rank, with its shape."""
-    for stage in STAGES:
+    for stage in stages_of(face):
         setting = Setting(stage=stage, face=face, wrap={"atom": "parameter"})
         pair = Pair(_model, _matrix_sgd, setting=setting)
         wanted = sorted(_matrices(pair.plain))
@@ -75,7 +75,7 @@ def _muon(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.world_size(2, timeout_s=20)
 @pytest.mark.parametrize("face", FACES)
 def test_muon_keeps_matrices_whole_by_itself(face: Face) -> None:
-    for stage in STAGES:
+    for stage in stages_of(face):
         Pair(_model, _muon, setting=Setting(stage=stage, face=face)).train(_loss, num_steps=2)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.kit.pair import FACES, STAGES, Face, Pair, Setting, sgd
+from tests.kit.pair import FACES, STAGES, Face, Pair, Setting, parameters, sgd, stages_of
 
 
 def _model() -> nn.Module:
@@ -36,7 +36,7 @@ def _loss(model: nn.Module, rank: int) -> Tensor:
 @pytest.mark.parametrize("bare", [False, True], ids=["optimizer.backward", "loss.backward"])
 @pytest.mark.parametrize("face", FACES)
 def test_a_trunk_may_be_unfrozen_and_frozen_again(face: Face, bare: bool) -> None:
-    for stage in STAGES:
+    for stage in stages_of(face):
         pair = Pair(_frozen_trunk, setting=Setting(stage=stage, face=face))
         pair.train(_loss, num_steps=3, bare=bare)
         pair.both(_set_trunk(True))
@@ -65,15 +65,16 @@ def test_unfreezing_after_an_evaluation_is_noticed(starts_frozen: bool) -> None:
 @pytest.mark.parametrize("face", FACES)
 def test_norms_follow_a_parameter_that_is_frozen_every_other_step(face: Face) -> None:
     """Clipped, so a stale gradient in the norm would move every parameter."""
-    for stage in STAGES:
+    for stage in stages_of(face):
         setting = Setting(stage=stage, face=face, wrap={"clip_grad_norm": 0.3})
         pair = Pair(_model, sgd, setting=setting)
         for step in range(6):
             pair.both(lambda model, step=step: model[0].requires_grad_(step % 2 == 0))
-            pair.backward(_loss)
+            pair.backward(_loss, is_exact=False)
             norm = torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.3)
             pair.step()
             assert pair.optimizer.grad_norm == pytest.approx(norm.item(), rel=1e-6)
-            for mine, plain in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
-                # the clip coefficient is a double here and a float32 in torch
-                torch.testing.assert_close(mine, plain, rtol=1e-5, atol=1e-6)
+            # the clip coefficient is a double here and a float32 in torch
+            torch.testing.assert_close(
+                parameters(pair.model), parameters(pair.plain), rtol=1e-5, atol=1e-6
+            )

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardwise as sw
 from tests.kit.oracle import assert_bit_equal
-from tests.kit.pair import FACES, STAGES, Face, Pair, Setting, parameters
+from tests.kit.pair import FACES, STAGES, Face, Pair, Setting, parameters, stages_of
 
 
 def _model() -> nn.Module:
@@ -40,7 +40,7 @@ def _saved(model: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("face", FACES)
 def test_copies_of_a_sharded_module_are_plain(face: Face, duplicate: object) -> None:
     """Before a step, right after one, and with gradients pending: the copy trains by itself."""
-    for stage in STAGES:
+    for stage in stages_of(face):
         pair = Pair(_model, setting=Setting(stage=stage, face=face))
         for moment in ("new", "stepped", "pending"):
             if moment == "stepped":
@@ -66,7 +66,7 @@ def test_copies_of_a_sharded_module_are_plain(face: Face, duplicate: object) -> 
 @pytest.mark.world_size(2, timeout_s=20)
 @pytest.mark.parametrize("face", FACES)
 def test_an_average_of_a_sharded_module_is_that_of_one_process(face: Face) -> None:
-    for stage in STAGES:
+    for stage in stages_of(face):
         pair = Pair(_model, setting=Setting(stage=stage, face=face))
         averages = [
             AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.runtime import publisher
 from shardwise.runtime.collectives import Channel, Waitable, slice_of, wait_all
 from tests.kit.oracle import assert_bit_equal
-from tests.kit.pair import FACES, STAGES, Face, Pair, Setting, parameters
+from tests.kit.pair import FACES, Face, Pair, Setting, parameters, stages_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,9 +37,7 @@ class _LateGather:
 _start = publisher.start_all_gather
 
 
-def _start_late(
-    buffer_C: Tensor, axis: Axis, channel: Channel, **options: int
-) -> list[Waitable]:
+def _start_late(buffer_C: Tensor, axis: Axis, channel: Channel, **options: int) -> list[Waitable]:
     if axis.group is None or buffer_C.numel() == 0:
         return []
     return [_LateGather(buffer_C, axis, channel, **options)]
@@ -73,7 +71,7 @@ def _loss(model: nn.Module, rank: int) -> Tensor:
 @pytest.mark.parametrize("face", FACES)
 def test_forward_never_uses_old_parameters(face: Face, bare: bool) -> None:
     publisher.start_all_gather = _start_late  # a rank is a process of its own
-    for stage in STAGES:
+    for stage in stages_of(face):
         setting = Setting(stage=stage, face=face, shard={"chunk_bytes": 64})
         pair = Pair(_Model, setting=setting)
         for order in ("acb", "bca", "cab", "c", "abc"):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from tests.kit.pair import FACES, STAGES, Face, Pair, Setting, adamw
+from tests.kit.pair import FACES, Face, Pair, Setting, adamw, stages_of
 
 
 class _Tied(nn.Module):
@@ -24,7 +24,7 @@ class _Tied(nn.Module):
 @pytest.mark.parametrize("face", FACES)
 def test_a_tied_weight_counts_once(face: Face) -> None:
     """80 elements that two uses give sqrt(10) in total: the squares add up to 800, not 1600."""
-    for stage in STAGES:
+    for stage in stages_of(face):
         pair = Pair(_Tied, adamw, setting=Setting(stage=stage, face=face))
         half = math.sqrt(10) / 2
         loss = (half * pair.model.embedding.weight).sum() + (half * pair.model.output.weight).sum()

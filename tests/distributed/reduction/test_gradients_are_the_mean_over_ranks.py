@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.kit.oracle import assert_bit_equal
-from tests.kit.pair import FACES, STAGES, Face, Pair, Setting, adamw, full_gradients
+from tests.kit.pair import FACES, STAGES, Face, Pair, Setting, adamw, full_gradients, stages_of
 
 
 def _loss(model: nn.Module, rank: int) -> Tensor:
@@ -19,7 +19,7 @@ def _loss(model: nn.Module, rank: int) -> Tensor:
 @pytest.mark.world_size(1, 2, 3, 4, timeout_s=20)
 @pytest.mark.parametrize("face", FACES)
 def test_gradients_are_the_mean_over_ranks(face: Face) -> None:
-    for stage in STAGES:
+    for stage in stages_of(face):
         setting = Setting(stage=stage, face=face)
         Pair(lambda: nn.Linear(4, 4, bias=False), adamw, setting=setting).train(_loss, num_steps=2)
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.shard import engine_of
-from tests.kit.pair import FACES, STAGES, Face, Pair, Setting
+from tests.kit.pair import FACES, Face, Pair, Setting, stages_of
 
 
 class _Sizes(nn.Module):
@@ -25,7 +25,7 @@ def _loss(model: nn.Module, rank: int) -> Tensor:
 @pytest.mark.parametrize("face", FACES)
 def test_a_parameter_may_be_larger_than_a_chunk(face: Face) -> None:
     """64 elements a chunk: exactly that, one less, one more, and far more."""
-    for stage in STAGES:
+    for stage in stages_of(face):
         for sizes in ((10, 1000, 10), (64,), (63, 64, 65), (65, 1)):
             setting = Setting(stage=stage, face=face, shard={"chunk_bytes": 64 * 4})
             Pair(lambda sizes=sizes: _Sizes(*sizes), setting=setting).train(_loss, num_steps=2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.kit.pair import FACES, STAGES, Face, Pair, Setting
+from tests.kit.pair import FACES, Face, Pair, Setting, stages_of
 
 
 class _Mixed(nn.Module):
@@ -29,7 +29,7 @@ def _loss(model: nn.Module, rank: int) -> Tensor:
 @pytest.mark.world_size(1, 2, 3, timeout_s=20)
 @pytest.mark.parametrize("face", FACES)
 def test_one_module_may_mix_dtypes(face: Face) -> None:
-    for stage in STAGES:
+    for stage in stages_of(face):
         pair = Pair(_Mixed, setting=Setting(stage=stage, face=face))
         dtypes = {name: p.dtype for name, p in pair.plain.named_parameters()}
         for _ in range(2):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.kit.pair import FACES, STAGES, Face, Pair, Setting, adamw, parameters, sgd
+from tests.kit.pair import FACES, Face, Pair, Setting, adamw, parameters, sgd, stages_of
 
 
 class _Scales(nn.Module):
@@ -30,7 +30,7 @@ def _loss(model: nn.Module, rank: int) -> Tensor:
 @pytest.mark.world_size(1, 2, 4, timeout_s=20)
 @pytest.mark.parametrize("face", FACES)
 def test_tiny_parameters_train(face: Face) -> None:
-    for stage in STAGES:
+    for stage in stages_of(face):
         for chunk_bytes in (None, 4):
             setting = Setting(stage=stage, face=face, shard={"chunk_bytes": chunk_bytes})
             pair = Pair(lambda: _Scales(2), setting=setting)
@@ -49,7 +49,7 @@ def _tiny_loss(model: nn.Module, rank: int) -> Tensor:
 @pytest.mark.parametrize("face", FACES)
 def test_more_ranks_than_elements_train(face: Face, build_optimizer: object) -> None:
     """Three ranks own nothing at all; they save, load and clip like the fourth."""
-    for stage in STAGES:
+    for stage in stages_of(face):
         setting = Setting(stage=stage, face=face)
         pair = Pair(lambda: nn.Linear(1, 1, bias=False), build_optimizer, setting=setting)
         pair.train(_tiny_loss)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.kit.oracle import assert_bit_equal
-from tests.kit.pair import FACES, STAGES, Face, parameters
+from tests.kit.pair import FACES, STAGES, Face, parameters, stages_of
 
 
 def _model() -> nn.Module:
@@ -26,7 +26,7 @@ def test_loaded_weights_reach_the_masters(face: Face, dtype: torch.dtype) -> Non
     """All weights, then a part, before any step and after one; a step at rate 0 keeps them."""
     scale = sw.LossScale(initial_scale=8.0)
     precision = sw.MixedPrecision(param_dtype=dtype, loss_scale=scale)
-    for stage in STAGES:
+    for stage in stages_of(face):
         model = _model()
         inner = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1)
         if face == "module":

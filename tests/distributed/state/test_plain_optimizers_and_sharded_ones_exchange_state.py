@@ -8,7 +8,16 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.kit.oracle import assert_bit_equal
-from tests.kit.pair import FACES, STAGES, Face, Pair, Setting, assert_same_state, parameters
+from tests.kit.pair import (
+    FACES,
+    STAGES,
+    Face,
+    Pair,
+    Setting,
+    assert_same_state,
+    parameters,
+    stages_of,
+)
 
 
 def _model() -> nn.Module:
@@ -31,7 +40,7 @@ def _loss(model: nn.Module, rank: int) -> Tensor:
 @pytest.mark.world_size(1, 2, 3, timeout_s=20)
 @pytest.mark.parametrize("face", FACES)
 def test_plain_optimizers_and_sharded_ones_exchange_state(face: Face) -> None:
-    for stage in STAGES:
+    for stage in stages_of(face):
         setting = Setting(stage=stage, face=face)
         earlier = Pair(_model, _by_decay, setting=setting)
         earlier.train(_loss, num_steps=2)
@@ -74,7 +83,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 @pytest.mark.world_size(1, 2, timeout_s=20)
 @pytest.mark.parametrize("face", FACES)
 def test_state_of_another_shape_is_refused_and_changes_nothing(face: Face) -> None:
-    for stage in STAGES:
+    for stage in stages_of(face):
         pair = Pair(_model, _by_decay, setting=Setting(stage=stage, face=face))
         pair.train(_loss, num_steps=1)
         before = pair.optimizer.state_dict()

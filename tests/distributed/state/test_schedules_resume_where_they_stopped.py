@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import shardwise as sw
 from tests.kit.oracle import assert_bit_equal
-from tests.kit.pair import FACES, STAGES, Face, parameters
+from tests.kit.pair import FACES, Face, parameters, stages_of
 
 
 def _decay(epoch: int) -> float:
@@ -45,7 +45,7 @@ def _loss(model: nn.Module) -> Tensor:
 @pytest.mark.world_size(1, 2, timeout_s=20)
 @pytest.mark.parametrize("face", FACES)
 def test_schedules_resume_where_they_stopped(face: Face) -> None:
-    for stage in STAGES:
+    for stage in stages_of(face):
         model, optimizer = _make(face, stage, 0.01)
         scheduler = LambdaLR(optimizer, _decay)
         _train(model, optimizer, scheduler, 3)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from tests.kit.pair import FACES, STAGES, Face, Pair, Setting
+from tests.kit.pair import FACES, STAGES, Face, Pair, Setting, stages_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.kit.pair import FACES, STAGES, Face, Pair, Setting
+from tests.kit.pair import FACES, Face, Pair, Setting, stages_of
 
 
 class _FrozenLinear(nn.Module):
@@ -41,6 +41,6 @@ def _only_trainable(model: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.world_size(2, timeout_s=20)
 @pytest.mark.parametrize("face", FACES)
 def test_a_frozen_part_ignores_an_unused_input(face: Face) -> None:
-    for stage in STAGES:
+    for stage in stages_of(face):
         pair = Pair(_Model, _only_trainable, setting=Setting(stage=stage, face=face))
         pair.train(_loss, bare=True)

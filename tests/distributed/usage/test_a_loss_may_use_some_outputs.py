@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.kit.models import TwoOutputs
-from tests.kit.pair import FACES, STAGES, Face, Pair, Setting, full_gradients
+from tests.kit.pair import FACES, Face, Pair, Setting, full_gradients, stages_of
 
 
 def _loss_over(*numbers: int) -> object:
@@ -25,7 +25,7 @@ def _own_output(model: nn.Module, rank: int) -> Tensor:
 @pytest.mark.world_size(1, 2, timeout_s=20)
 @pytest.mark.parametrize("face", FACES)
 def test_a_loss_may_use_some_outputs(face: Face) -> None:
-    for stage in STAGES:
+    for stage in stages_of(face):
         pair = Pair(TwoOutputs, setting=Setting(stage=stage, face=face))
         pair.backward(_loss_over(0))
         assert full_gradients(pair.model)["right.weight"] is None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.kit.pair import FACES, STAGES, Face, Pair, Setting
+from tests.kit.pair import FACES, Face, Pair, Setting, stages_of
 
 
 class _Model(nn.Module):
@@ -38,7 +38,7 @@ def _never(model: nn.Module, rank: int) -> Tensor:
 @pytest.mark.parametrize("bare", [False, True], ids=["optimizer.backward", "loss.backward"])
 @pytest.mark.parametrize("face", FACES)
 def test_calls_of_a_part_may_differ_over_ranks(face: Face, bare: bool) -> None:
-    for stage in STAGES:
+    for stage in stages_of(face):
         for chunk_bytes in (None, 4):
             setting = Setting(stage=stage, face=face, shard={"chunk_bytes": chunk_bytes})
             pair = Pair(_Model, setting=setting)

@@ -243,7 +243,7 @@ class LowLevelZeroOptimizer(ShardedWrapper):
         """
         mine = set(self._binding.records())
         for engine in self._binding.engines():
-            engine.adopt_moved_parameters()
+            engine.values.adopt_moved()
         for parameter in model.parameters():
             record = record_of(parameter)
             if record is not None and record in mine:
