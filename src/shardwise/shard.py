@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
@@ -19,14 +20,13 @@ from shardwise.runtime.build import PackingPolicy, check_parameters
 from shardwise.runtime.collectives import broadcast_from_first
 from shardwise.runtime.engine import PARAMETER_STAGE, Engine, EngineOptions
 from shardwise.runtime.managed import ATTRIBUTE, record_of
+from shardwise.runtime.materialise import Materialiser, has_meta
 from shardwise.runtime.root import RootHooks
 from shardwise.runtime.topology import Topology, make_topology
 from shardwise.runtime.units import Unit, bundle, find_units
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Iterator
-
-    from torch.distributed.device_mesh import DeviceMesh
+    from collections.abc import Callable, Generator, Iterable, Iterator
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -43,6 +43,7 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
     reshard_after_forward: bool | int = True,
     ignored: Iterable[nn.Parameter] = (),
     gradient_reduction: Literal["mean", "sum"] = "mean",
+    init_fn: Callable[[nn.Module], object] | None = None,
 ) -> ModuleT:
     """Shard the training state of a module over the data-parallel ranks, in place.
 
@@ -51,7 +52,7 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
     all. Make the optimizer before or after, then wrap it in ``ShardedOptimizer``.
 
     Args:
-        module: Any module whose parameters have values and lie on one device.
+        module: Any module whose parameters lie on one device, or on the meta device.
         stage: 0 replicates everything (data parallelism), 1 shards optimizer state, 2 also
             gradients, 3 also parameters.
         mesh: The ranks: 1-D, or 2-D (replicate, shard). Default: all ranks.
@@ -63,9 +64,13 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
             gets a chunk of its own. Stage 3: a unit is one chunk by default.
         reshard_after_forward: Stage 3: True keeps as few gathered chunks as it can (two and one
             ahead), False keeps all until backward has used them (their second all-gather is
-            saved), an int keeps up to that many bytes.
+            saved; needed for torch.func.grad inside forward, which forbids the hooks by which
+            autograd else saves handles of parameters), an int keeps up to that many bytes.
         ignored: Parameters of the module to leave alone: not broadcast, reduced or sharded.
         gradient_reduction: Gradients are the mean, or the sum, over ranks.
+        init_fn: For modules built on the meta device: called with each module that owns parameters
+            or buffers without values, children first, to fill these in place. Default: its
+            ``reset_parameters()``. No rank ever holds more than a unit's values.
 
     Returns:
         ``module``.
@@ -100,12 +105,15 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
     ]
     kinds = None if units is None else tuple(units)
     found = _find_units(module, stage, kinds, reshard_after_forward)
-    device = check_parameters(named)
+    is_meta = has_meta(module)
+    device = check_parameters(named, meta_as=_device_for(module, mesh) if is_meta else None)
+    materialiser = Materialiser(module, device, init_fn) if is_meta else None
     topology = make_topology(stage=stage, device=device, mesh=mesh, shard_size=shard_size)
     packing = PackingPolicy(
         precision=mixed_precision,
         keep_dtype=frozenset(_batch_norm_parameters(module)),
         chunk_bytes=chunk_bytes,
+        keeps_slices=stage == PARAMETER_STAGE,
         bundles=bundle(found),
     )
     options = EngineOptions(
@@ -115,7 +123,9 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
         knows_model=True,
         keep_bytes=_keep_bytes(reshard_after_forward),
     )
-    engine = Engine(named, topology, options)
+    engine = Engine(named, topology, options, materialiser=materialiser)
+    if materialiser is not None:
+        materialiser.finish()
     engine.left_out = frozenset(module.parameters()) - {r.parameter for r in engine.records}
     _share_the_rest(module, engine, left_alone, topology)
     module.__dict__[ATTRIBUTE] = engine
@@ -279,6 +289,19 @@ def _check_arguments(
         )
     if module.__dict__.get(ATTRIBUTE) is not None:  # a copy of a sharded module carries None
         raise _bad("module", "one that is not sharded yet", "a sharded one", "call shard once")
+
+
+def _device_for(module: nn.Module, mesh: DeviceMesh | None) -> torch.device:
+    """Return where a module on the meta device comes to lie."""
+    placed = next((p.device for p in module.parameters() if not p.is_meta), None)
+    if placed is not None:
+        return placed
+    kind = mesh.device_type if isinstance(mesh, DeviceMesh) else None
+    accelerator = torch.accelerator.current_accelerator()
+    kind = kind or (accelerator.type if accelerator is not None else "cpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.accelerator.current_device_index())
 
 
 def _keep_bytes(reshard_after_forward: bool | int) -> float:

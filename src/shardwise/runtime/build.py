@@ -41,6 +41,8 @@ class PackingPolicy:
     """Parameters that ``param_dtype`` does not apply to."""
     chunk_bytes: int | None = None
     """Capacity of a chunk; None searches for the least waste."""
+    keeps_slices: bool = False
+    """Release every chunk as soon as it is packed (stage 3)."""
     bundles: Mapping[nn.Parameter, int] = field(default_factory=dict)
     """Parameters that are gathered together, by the number of their bundle."""
 
@@ -56,24 +58,35 @@ class _Family:
     is_trainable: bool
 
 
-def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> torch.device:
+def read_parameter(record: ManagedParameter) -> torch.Tensor:
+    """Return the value that a parameter has."""
+    return record.parameter.detach()
+
+
+def check_parameters(
+    named: Sequence[tuple[str, nn.Parameter]], *, meta_as: torch.device | None = None
+) -> torch.device:
     """Return the one device of all parameters, or refuse them before anything is changed.
 
+    Args:
+        named: The parameters with their names.
+        meta_as: Device that parameters on the meta device will get values on; None refuses them.
+
     Raises:
-        ConfigurationError: A parameter is managed already, has no values yet, lies on another
+        ConfigurationError: A parameter is managed already, has no values, lies on another
             device, shares memory with another, or has a kind of storage that cannot be packed.
     """
-    devices = {parameter.device for _, parameter in named}
+    devices = {meta_as if p.is_meta and meta_as else p.device for _, p in named}
     if len(devices) > 1:
         places = {str(p.device): name for name, p in reversed(named)}
         raise _refusal("parameters", "one device", f"{places}", "move the module to one device")
     for name, parameter in named:
-        _check_parameter(name, parameter)
-    _check_overlap(named)
+        _check_parameter(name, parameter, may_be_meta=meta_as is not None)
+    _check_overlap([(name, p) for name, p in named if not p.is_meta])
     return next(iter(devices), torch.device("cpu"))
 
 
-def _check_parameter(name: str, parameter: nn.Parameter) -> None:
+def _check_parameter(name: str, parameter: nn.Parameter, *, may_be_meta: bool) -> None:
     """Refuse one parameter that cannot be packed."""
     if record_of(parameter) is not None:
         raise _refusal(
@@ -83,12 +96,12 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise _refusal(
             f"parameter {name!r}", "known shape", "a lazy parameter", "run one forward pass first"
         )
-    if parameter.is_meta:
+    if parameter.is_meta and not may_be_meta:
         raise _refusal(
             f"parameter {name!r}",
             "values",
             "a meta tensor",
-            "materialise the module with to_empty() and initialise it first",
+            "call shardwise.shard on the module, or materialise it with to_empty() first",
         )
     if isinstance(parameter, DTensor):
         raise _refusal(
@@ -162,8 +175,8 @@ def build_chunks(
     policy: PackingPolicy,
     atoms: dict[ManagedParameter, int],
     *,
-    read: Callable[[ManagedParameter], torch.Tensor] | None = None,
-    keeps_slices: bool = False,
+    read: Callable[[ManagedParameter], torch.Tensor],
+    is_repacking: bool = False,
 ) -> list[Chunk]:
     """Pack all records and return their chunks in order of first use.
 
@@ -174,8 +187,8 @@ def build_chunks(
         topology: The ranks that share the chunks.
         policy: Dtypes, masters and capacity.
         atoms: Elements of a parameter that stay together, where it is not 1.
-        read: Returns the whole value of a record whose parameter has none; default: its own.
-        keeps_slices: Release each chunk as soon as it is packed.
+        read: Returns the whole value of a record.
+        is_repacking: Values are read from earlier chunks, which must last until all are packed.
     """
     for record in records:
         record.atom_numel = atoms.get(record, 1)
@@ -190,27 +203,26 @@ def build_chunks(
             parts = [by_index[slot.index] for slot in layout.slots]
             source_C = torch.zeros(layout.numel, dtype=family.source_dtype, device=topology.device)
             for slot, part in zip(layout.slots, parts, strict=True):
-                value = part.parameter.detach() if read is None else read(part)
-                source_C.as_strided(part.shape, part.stride, slot.start).copy_(value)
+                source_C.as_strided(part.shape, part.stride, slot.start).copy_(read(part))
             broadcast_from_first(source_C, topology)
             chunk = _chunk_from(source_C, layout, family, policy, topology)
             chunks.append((first, chunk, parts))
-            if read is None:
-                _settle(chunk, parts, topology, keeps_slices=keeps_slices)
+            if not is_repacking:
+                _settle(chunk, parts, topology, policy)
     chunks.sort(key=lambda entry: entry[0])
     for index, (_, chunk, parts) in enumerate(chunks):
         chunk.index = index
-        if read is not None:  # only now: old places were read from until the last chunk
-            _settle(chunk, parts, topology, keeps_slices=keeps_slices)
+        if is_repacking:
+            _settle(chunk, parts, topology, policy)
     return [chunk for _, chunk, _ in chunks]
 
 
 def _settle(
-    chunk: Chunk, parts: Sequence[ManagedParameter], topology: Topology, *, keeps_slices: bool
+    chunk: Chunk, parts: Sequence[ManagedParameter], topology: Topology, policy: PackingPolicy
 ) -> None:
-    """Give records their place in a chunk."""
+    """Give records their place in a chunk, which is released where only slices are kept."""
     chunk.bind(parts, topology.shard.rank)
-    if keeps_slices:
+    if policy.keeps_slices and topology.shard.size > 1:
         chunk.shed()
 
 

@@ -99,7 +99,7 @@ class Chunk:
             record = by_index[slot.index]
             record.place(self, slot, pieces.get(slot.index))
             show(record.parameter)
-            record.parameter.data = record.view_in(self.parameters_C)
+            record.fill(record.view_in(self.parameters_C))
             self.records.append(record)
 
     # ------------------------------------------------------------------ presence

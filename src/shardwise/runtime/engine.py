@@ -20,6 +20,7 @@ from shardwise.runtime.build import (
     build_chunks,
     check_parameters,
     check_same_on_all_ranks,
+    read_parameter,
 )
 from shardwise.runtime.chunk import Presence
 from shardwise.runtime.collectives import (
@@ -37,10 +38,11 @@ from shardwise.runtime.residence import Residence
 from shardwise.runtime.values import ParameterValues
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
     from shardwise.options import MixedPrecision
     from shardwise.runtime.chunk import Chunk
+    from shardwise.runtime.materialise import Materialiser
     from shardwise.runtime.topology import Topology
     from shardwise.runtime.units import Unit
 
@@ -80,6 +82,7 @@ class Engine:
         options: EngineOptions,
         *,
         atoms: Mapping[nn.Parameter, int] | None = None,
+        materialiser: Materialiser | None = None,
     ) -> None:
         """Check, broadcast and pack the parameters, and watch their gradients.
 
@@ -88,7 +91,7 @@ class Engine:
         Raises:
             ConfigurationError: Before anything is changed, on all ranks alike.
         """
-        check_parameters(named)
+        check_parameters(named, meta_as=topology.device if materialiser else None)
         packing = options.packing
         settings = (options.stage, packing.precision, packing.chunk_bytes, options.sums_gradients)
         check_same_on_all_ranks(named, settings, topology)
@@ -110,23 +113,29 @@ class Engine:
         self.whereabouts = Whereabouts(topology.shard)
         self.residence: Residence | None = None
         """What brings and releases chunks; None where all are resident."""
-        self._pack({r: atoms[r.parameter] for r in self.records if atoms and r.parameter in atoms})
+        by_record = {r: atoms[r.parameter] for r in self.records if atoms and r.parameter in atoms}
+        self._pack(by_record, materialiser.read if materialiser else read_parameter)
         self.values = ParameterValues(self)
 
-    def _pack(self, atoms: dict[ManagedParameter, int]) -> None:
+    def _pack(
+        self,
+        atoms: dict[ManagedParameter, int],
+        read: Callable[[ManagedParameter], torch.Tensor],
+        *,
+        is_repacking: bool = False,
+    ) -> None:
         """Put all records into chunks and watch them."""
         before, options, topology = self.residence, self.options, self.topology
-        keeps_slices = options.stage == PARAMETER_STAGE and topology.shard.size > 1
         with torch.no_grad():
             self.chunks = build_chunks(
                 self.records,
                 topology,
                 options.packing,
                 atoms,
-                read=None if before is None else before.read,
-                keeps_slices=keeps_slices,
+                read=read,
+                is_repacking=is_repacking,
             )
-        if keeps_slices:
+        if options.packing.keeps_slices and topology.shard.size > 1:
             self.residence = Residence(self, before)
         for record in self.records:
             if record.chunk.presence is Presence.RESIDENT:
@@ -237,7 +246,8 @@ class Engine:
         }
         self.reducer.close()
         by_record = {r: atoms[r.parameter] for r in self.records if r.parameter in atoms}
-        self._pack(by_record)
+        read = read_parameter if self.residence is None else self.residence.read
+        self._pack(by_record, read, is_repacking=True)
         with torch.no_grad():
             for record, master in masters.items():
                 self.values.write_master(record, master)

@@ -63,6 +63,8 @@ class Gatherer:
         """Whole chunks take no more than this, unless pinned ones alone do."""
         self.keeps = keep_bytes > 0
         """Chunks stay after a forward pass without gradients."""
+        self.keeps_all = math.isinf(keep_bytes)
+        """Autograd may save views of chunks: they stay until backward anyway."""
         self.order: UseOrder[Chunk] = UseOrder()
         self.gathered_bytes = 0
         self.peak_bytes = 0

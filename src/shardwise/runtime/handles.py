@@ -49,16 +49,21 @@ class SavedViews:
         """Return the context in which views of chunks are saved as handles."""
         return saved_tensors_hooks(self._pack, self._unpack)
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | ChunkHandle:
+    def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int] | ChunkHandle:
         """Return what is saved in place of a tensor."""
         chunk = self._gatherer.owner_of(tensor)
+        if chunk is not None:
+            return ChunkHandle(chunk, tensor)
         # detached: a saved output would otherwise hold the graph that holds it
-        return tensor.detach() if chunk is None else ChunkHandle(chunk, tensor)
+        return tensor.detach(), tensor._version
 
-    def _unpack(self, saved: torch.Tensor | ChunkHandle) -> torch.Tensor:
+    def _unpack(self, saved: tuple[torch.Tensor, int] | ChunkHandle) -> torch.Tensor:
         """Return the tensor that was saved."""
         if not isinstance(saved, ChunkHandle):
-            return saved
+            tensor, version = saved
+            if tensor._version != version:  # torch does not check what went through hooks
+                raise _modified(tensor, version)
+            return tensor
         chunk = saved.chunk
         if chunk.num_updates != saved.update:
             raise ShardwiseError(
@@ -74,3 +79,14 @@ class SavedViews:
         assert chunk.presence is Presence.GATHERED
         with torch.no_grad():
             return chunk.whole_C.as_strided(saved.size, saved.stride, saved.offset)
+
+
+def _modified(tensor: torch.Tensor, version: int) -> RuntimeError:
+    """Return the error that torch raises for an activation written to after it was saved."""
+    return RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; "
+        f"expected version {version} instead. Hint: enable anomaly detection to find the "
+        "operation that failed to compute its gradient, with "
+        "torch.autograd.set_detect_anomaly(True)."
+    )

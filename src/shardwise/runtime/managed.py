@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.runtime.absent import ATTRIBUTE
+from shardwise.runtime.materialise import replace_meta
 from shardwise.runtime.placeholder import ShardedGradient
 
 if TYPE_CHECKING:
@@ -92,6 +93,14 @@ class ManagedParameter:
     def numel(self) -> int:
         """Number of elements of the whole parameter."""
         return self.slot.numel
+
+    def fill(self, value: torch.Tensor) -> None:
+        """Make the parameter a view of packed values."""
+        if self.parameter.is_meta:
+            replace_meta(self.parameter, value)
+            self.seen_version = self.parameter._version
+        else:
+            self.parameter.data = value
 
     def view_in(self, buffer_C: torch.Tensor) -> torch.Tensor:
         """Return the parameter-shaped view of this parameter's slot in a chunk-sized buffer."""

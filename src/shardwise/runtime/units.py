@@ -208,7 +208,7 @@ class UnitCalls:
                 is_training = frame.with_grad
                 self._gatherer.begin(Segment.FORWARD if is_training else Segment.EVALUATION)
         self._frames.append(frame)
-        if frame.with_grad and _saves_plainly():
+        if frame.with_grad and not self._gatherer.keeps_all and _saves_plainly():
             frame.saving = self._views.hooks()
             frame.saving.__enter__()
         chunks = tuple(self._chunks_of(unit))
