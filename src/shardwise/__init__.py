@@ -2,7 +2,7 @@
 
 The loop, the numbers and the checkpoints stay those of plain PyTorch::
 
-    sw.shard(model, stage=2)
+    sw.shard(model)
     optimizer = sw.ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=3e-4))
     for batch in loader:
         optimizer.backward(model(batch))
@@ -12,7 +12,7 @@ The loop, the numbers and the checkpoints stay those of plain PyTorch::
 
 from __future__ import annotations
 
-from shardwise.errors import ConfigurationError, LayoutError, ShardwiseError
+from shardwise.errors import ConfigurationError, DivergenceError, LayoutError, ShardwiseError
 from shardwise.optimizer import ShardedOptimizer
 from shardwise.options import LossScale, MixedPrecision
 from shardwise.shard import full_gradient, full_parameters, no_sync, shard
@@ -21,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ConfigurationError",
+    "DivergenceError",
     "LayoutError",
     "LossScale",
     "MixedPrecision",

@@ -6,6 +6,7 @@ import shardwise
 
 PUBLIC_NAMES = [
     "ConfigurationError",
+    "DivergenceError",
     "LayoutError",
     "LossScale",
     "MixedPrecision",

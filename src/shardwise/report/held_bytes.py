@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from shardwise.optimizer import ShardedOptimizer
@@ -80,7 +81,8 @@ def _count(tensors: Iterable[Tensor], seen: set[int]) -> int:
     for tensor in tensors:
         if isinstance(tensor, ShardedGradient):
             continue  # it reports a storage of the parameter's size but holds no bytes
-        storage = tensor.untyped_storage()
+        with torch._C.DisableTorchFunctionSubclass():  # an absent parameter holds next to nothing
+            storage = tensor.untyped_storage()
         key = storage._cdata  # the storage itself: its data pointer may be shared or null
         if key not in seen:
             seen.add(key)

@@ -30,6 +30,8 @@ class Verdict:
     """Union of the sets of the ranks that said the prevailing thing."""
     is_finishing: bool
     """Some rank ends a backward pass; if so, ``mask`` is about that."""
+    is_same_order: bool = True
+    """All ranks have gathered the same chunks in the same order."""
 
 
 def agree(
@@ -38,6 +40,7 @@ def agree(
     num_bits: int,
     finishing_mask: int | None = None,
     step_mask: int = 0,
+    order_print: int = 0,
 ) -> Verdict:
     """Return the union of the ranks' masks; ranks that finish a backward pass prevail.
 
@@ -46,25 +49,27 @@ def agree(
         num_bits: Length of every mask, equal on all ranks.
         finishing_mask: This rank's facts at the end of a backward pass, None at a step.
         step_mask: This rank's facts at a step.
+        order_print: Fingerprint of what this rank has gathered since it last agreed.
 
-    Collectives: one all-reduce of five numbers per axis; one of ``num_bits`` bytes if ranks differ.
+    Collectives: one all-reduce of seven numbers per axis; one of ``num_bits`` bytes where ranks
+    differ.
     """
     is_finishing = finishing_mask is not None
     finish = finishing_mask or 0
     if topology.size == 1:
         return Verdict(finish if is_finishing else step_mask, is_finishing)
-    prints = (finish % _PRIME, step_mask % _PRIME)
+    prints = (finish % _PRIME, step_mask % _PRIME, order_print)
     numbers = torch.tensor(
-        [prints[0], -prints[0], prints[1], -prints[1], int(is_finishing)],
+        [sign * number for number in prints for sign in (1, -1)] + [int(is_finishing)],
         dtype=torch.int64,
     )
-    high, low, step_high, step_low, any_finishing = all_reduce_scalars(
+    high, low, step_high, step_low, order_high, order_low, any_finishing = all_reduce_scalars(
         numbers, topology.axes, maximum=True
     ).tolist()
     mask, differs = (finish, high != -low) if any_finishing else (step_mask, step_high != -step_low)
     if differs:
         mask = _union(mask, num_bits, topology)
-    return Verdict(mask, bool(any_finishing))
+    return Verdict(mask, bool(any_finishing), order_high == -order_low)
 
 
 def fingerprints_agree(fingerprint: int, topology: Topology) -> bool:

@@ -88,7 +88,9 @@ class Chunk:
         self.num_pins = 0
         """Running units and others that need the whole chunk to stay."""
         self.num_handles = 0
-        """Saved tensors of live graphs that will ask for values of this chunk."""
+        """Saved tensors that may ask for values of this chunk before the epoch ends."""
+        self.epoch = 0
+        """Counts ends of backward passes: a graph that one rank keeps for longer counts nowhere."""
 
     def bind(self, records: Sequence[ManagedParameter], rank: int) -> None:
         """Give every record its place and make its parameter a view into the chunk."""
@@ -165,6 +167,11 @@ class Chunk:
         for record in changed:
             self.refresh_master(record)
         return buffer_C
+
+    def end_epoch(self) -> None:
+        """Forget handles that were not used until the end of a backward pass."""
+        self.epoch += 1
+        self.num_handles = 0
 
     def await_parameters(self) -> None:
         """Return when every rank's updated slice has arrived."""

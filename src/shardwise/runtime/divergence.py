@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import datetime
 import json
+import zlib
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_process_group_store
@@ -17,9 +18,11 @@ from torch.distributed.distributed_c10d import _get_process_group_store
 from shardwise.errors import DivergenceError, ShardwiseError, mismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Generator
+    from collections.abc import Generator, Mapping
 
     from shardwise.runtime.topology import Axis
+
+NoteT = TypeVar("NoteT", str, list[str])
 
 _PATIENCE = datetime.timedelta(seconds=10)
 """How long a failed rank waits for the note of another: that one fails soon after it."""
@@ -33,6 +36,8 @@ class Whereabouts:
         self._axis = axis
         self.step = 0
         """Completed steps."""
+        self.gathered: list[str] = []
+        """Chunks gathered since all ranks last agreed, in order."""
         self._count = 0
         self._what = "start"
 
@@ -41,21 +46,44 @@ class Whereabouts:
         self._what = what
         self._count += 1
 
-    def exchange(self) -> dict[int, str | None]:
-        """Return every rank's note by global rank, None where none came in time."""
+    def gathered_print(self) -> int:
+        """Return a number that differs where other chunks were gathered, or in another order."""
+        text = "\n".join(self.gathered).encode()
+        return zlib.crc32(text) << 16 ^ zlib.adler32(text)
+
+    def other_order(self) -> DivergenceError:
+        """Return the error for ranks that gathered in different orders. All ranks call it."""
+        everyone = self._exchange(list(self.gathered))
+        sequences = [sequence for sequence in everyone.values() if sequence is not None]
+        longest = max((len(sequence) for sequence in sequences), default=0)
+        rows = [[s[i] if i < len(s) else "nothing" for s in sequences] for i in range(longest)]
+        position = next((i for i, row in enumerate(rows) if len(set(row)) > 1), longest)
+        notes = {
+            rank: f"step {self.step}: "
+            + (sequence[position] if position < len(sequence) else "no further gather")
+            for rank, sequence in everyone.items()
+            if sequence is not None
+        }
+        return _divergence(notes)
+
+    def places(self) -> dict[int, str | None]:
+        """Return what every rank was at, None where no answer came in time."""
+        return self._exchange(f"step {self.step}: {self._what} (event {self._count})")
+
+    def _exchange(self, note: NoteT) -> dict[int, NoteT | None]:
+        """Give a note to all ranks and return theirs by global rank."""
         group = self._axis.group
         if group is None:
             return {}
         store = _get_process_group_store(group)
         ranks = dist.get_process_group_ranks(group)
-        keys = {rank: f"shardwise/{self._axis.lane}/{self.step}/{rank}" for rank in ranks}
-        note = f"step {self.step}: {self._what} (event {self._count})"
-        # a rank that is a step behind or ahead looks under another key: leave the note at both
+        # a rank that is a step behind or ahead looks under another key: leave the note at each
         for step in range(max(0, self.step - 1), self.step + 2):
             key = f"shardwise/{self._axis.lane}/{step}/{dist.get_rank()}"
             store.set(key, json.dumps(note))
-        notes: dict[int, str | None] = {}
-        for rank, key in keys.items():
+        notes: dict[int, NoteT | None] = {}
+        for rank in ranks:
+            key = f"shardwise/{self._axis.lane}/{self.step}/{rank}"
             try:
                 store.wait([key], _PATIENCE)
                 notes[rank] = json.loads(store.get(key))
@@ -72,19 +100,24 @@ def explain(whereabouts: Whereabouts) -> Generator[None]:
     except ShardwiseError:
         raise
     except RuntimeError as error:
-        notes = whereabouts.exchange()
+        notes = whereabouts.places()
         if len(set(notes.values())) <= 1:
             raise
-        lines = "; ".join(
-            f"rank {rank} {'gave no answer' if note is None else f'was at {note}'}"
-            for rank, note in notes.items()
+        raise _divergence(notes) from error
+
+
+def _divergence(notes: Mapping[int, str | None]) -> DivergenceError:
+    """Return the error that says where every rank was."""
+    lines = "; ".join(
+        f"rank {rank} {'gave no answer' if note is None else f'was at {note}'}"
+        for rank, note in notes.items()
+    )
+    return DivergenceError(
+        mismatch(
+            "all ranks",
+            expected="the same sequence of communication",
+            got=lines,
+            fix="call the same modules in the same order on every rank (a unit that some ranks "
+            "skip must lie inside a larger unit)",
         )
-        raise DivergenceError(
-            mismatch(
-                "all ranks",
-                expected="the same sequence of communication",
-                got=lines,
-                fix="call the same modules in the same order on every rank (a unit that some "
-                "ranks skip must lie inside a larger unit)",
-            )
-        ) from error
+    )

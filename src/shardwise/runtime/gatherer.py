@@ -70,6 +70,7 @@ class Gatherer:
         self.peak_bytes = 0
         """High-water mark of ``gathered_bytes``; may be reset by who reads it."""
         self.num_gathers = 0
+        self._chunks = list(chunks)
         self._whereabouts = whereabouts
         self._axis = axis
         self._present: dict[Chunk, None] = {}
@@ -171,13 +172,17 @@ class Gatherer:
         """Leave nothing behind: what a step updates must not be gathered before it."""
         self._is_in_backward = False
         self.release_all()
+        for chunk in self._chunks:
+            chunk.end_epoch()
 
     # ------------------------------------------------------------------ inside
 
     def _start(self, chunk: Chunk) -> None:
         """Begin to gather a released chunk."""
         buffer_C = self._take(chunk)
-        self._whereabouts.note(f"gather of chunk {chunk.index} ({chunk.records[0].name}, ...)")
+        gather = f"gather of chunk {chunk.index} ({chunk.records[0].name}, ...)"
+        self._whereabouts.note(gather)
+        self._whereabouts.gathered.append(gather)
         works = start_all_gather(
             buffer_C,
             self._axis,

@@ -23,19 +23,20 @@ if TYPE_CHECKING:
 class ChunkHandle:
     """One saved view of a chunk; counts itself on the chunk while it lives."""
 
-    __slots__ = ("chunk", "offset", "size", "stride", "update")
+    __slots__ = ("chunk", "epoch", "offset", "size", "stride", "update")
 
     def __init__(self, chunk: Chunk, view: torch.Tensor) -> None:
         """Describe a view of the chunk's buffer."""
         self.chunk = chunk
         self.size, self.stride = view.size(), view.stride()
         self.offset = view.storage_offset()
-        self.update = chunk.num_updates
+        self.update, self.epoch = chunk.num_updates, chunk.epoch
         chunk.num_handles += 1
 
     def __del__(self) -> None:
         """Autograd has freed the saved tensor."""
-        self.chunk.num_handles -= 1
+        if self.epoch == self.chunk.epoch:
+            self.chunk.num_handles -= 1
 
 
 class SavedViews:

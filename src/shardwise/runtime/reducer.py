@@ -329,12 +329,17 @@ class GradientReducer:
                 step_mask |= (record.is_held and record.parameter.grad is None) << record.index
         self._whereabouts.note("end of a backward pass" if is_finishing else "start of a step")
         with explain(self._whereabouts):
-            return agree(
+            verdict = agree(
                 self.topology,
                 num_bits=facts.num_bits(self.records, self.chunks),
                 finishing_mask=finishing_mask,
                 step_mask=step_mask,
+                order_print=self._whereabouts.gathered_print(),
             )
+        if not verdict.is_same_order:
+            raise self._whereabouts.other_order()
+        self._whereabouts.gathered.clear()
+        return verdict
 
     def _complete(self, verdict: Verdict) -> None:
         """Send what is left of an agreed backward pass, wait, and mark what is held."""
