@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
@@ -105,6 +106,13 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
     ]
     kinds = None if units is None else tuple(units)
     found = _find_units(module, stage, kinds, reshard_after_forward)
+    if mesh is None and any(isinstance(parameter, DTensor) for _, parameter in named):
+        raise _bad(
+            "mesh",
+            "the data-parallel axis of the mesh that the DTensor parameters lie on",
+            "None",
+            "pass mesh=mesh['dp']",
+        )
     is_meta = has_meta(module)
     device = check_parameters(named, meta_as=_device_for(module, mesh) if is_meta else None)
     materialiser = Materialiser(module, device, init_fn) if is_meta else None

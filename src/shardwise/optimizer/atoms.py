@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigurationError, mismatch
+from shardwise.runtime.managed import local_part
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -62,7 +63,8 @@ def atoms_of(parameters: Iterable[nn.Parameter], atom: Atom) -> dict[nn.Paramete
     """Return the elements that stay together per parameter, where it is more than one."""
     if atom == "element":
         return {}
-    whole = {p: p.numel() for p in parameters if p.numel() > 1}
+    numels = {p: local_part(p).numel() for p in parameters}
+    whole = {p: numel for p, numel in numels.items() if numel > 1}
     if isinstance(atom, int):
         return {p: min(atom, numel) for p, numel in whole.items() if min(atom, numel) > 1}
     return whole

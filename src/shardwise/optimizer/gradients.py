@@ -116,7 +116,8 @@ class Gradients:
         for engine, records in self._by_engine().items():
             divisor = engine.gradient_divisor()
             copied = None if divisors else left_out
-            raw = global_norm(held_runs(records), copied, order=order, topology=engine.topology)
+            runs = held_runs(record for record in records if record.is_counted)
+            raw = global_norm(runs, copied, order=order, topology=engine.topology)
             divisors[engine] = divisor
             norms.append(raw / divisor if divisor else math.nan)
         if len(norms) == 1:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigurationError, mismatch
 from shardwise.optimizer.binding import Binding, Member, is_whole_atom
@@ -225,7 +226,7 @@ class StateExchange:
         if sizes != own:
             raise _bad_state("param_groups", f"groups of {own} parameters", sizes)
         ids = [index for group in saved_groups for index in group["params"]]
-        states = [state_dict["state"].get(saved) for saved in ids]
+        states = [_local(state_dict["state"].get(saved)) for saved in ids]
         for member, state in zip(self._members, states, strict=True):
             _check_state(member, state)
         self._check_masters(state_dict.get(EXTRA_KEY, {}).get("masters", {}))
@@ -268,6 +269,16 @@ class StateExchange:
             expected = tuple(self._members[index].parameter.shape)
             if tuple(whole.shape) != expected:
                 raise _bad_state(f"masters[{index}]", f"shape {expected}", tuple(whole.shape))
+
+
+def _local(state: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return one parameter's state with the parts on this rank in place of DTensors."""
+    if state is None:
+        return None
+    return {
+        name: value.to_local() if isinstance(value, DTensor) else value
+        for name, value in state.items()
+    }
 
 
 def _bad_state(what: str, expected: object, got: object) -> ConfigurationError:

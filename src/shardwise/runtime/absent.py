@@ -8,6 +8,7 @@ engine's matter.
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +26,10 @@ ATTRIBUTE = "_shardwise"
 """The one attribute that the library stores on a user's tensor: see ``managed``."""
 
 
-class AbsentParameter(nn.Parameter):
-    """A parameter without values; an operator that takes it brings them."""
+class Absent:
+    """What a parameter without values does: an operator that takes it brings them."""
+
+    __slots__ = ()
 
     @classmethod
     def __torch_function__(
@@ -54,14 +57,16 @@ class AbsentParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         """Describe the parameter: reading it for the sake of printing would be collective."""
-        record = getattr(self, ATTRIBUTE, None)
-        name = "" if record is None else f"{record.name!r}, "
-        return f"AbsentParameter({name}shape={tuple(self.shape)}, dtype={self.dtype})"
+        record = getattr(self, ATTRIBUTE)
+        return (
+            f"AbsentParameter({record.name!r}, shape={tuple(record.parameter.shape)}, "
+            f"dtype={record.parameter.dtype})"
+        )
 
-    def __deepcopy__(self, memo: dict[int, object]) -> nn.Parameter:
+    def __deepcopy__(self, memo: dict[int, object]) -> Any:  # noqa: ANN401 - as torch's
         """Copy the values when they are brought by that; otherwise refuse."""
         _bring(self, copy_refusal)
-        return type(self).__deepcopy__(self, memo)
+        return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, proto: Any) -> Any:  # noqa: ANN401 - as torch's
         """Pickle the values when they are brought by that; otherwise refuse."""
@@ -69,17 +74,21 @@ class AbsentParameter(nn.Parameter):
         return type(self).__reduce_ex__(self, proto)
 
 
+class AbsentParameter(Absent, nn.Parameter):
+    """The absent form of a plain parameter; subclasses get a form of their own."""
+
+
 def hide(parameter: nn.Parameter) -> None:
     """Make a parameter absent: ``isinstance`` and everything descriptive stay true."""
     kind = type(parameter)
-    if not issubclass(kind, AbsentParameter):
+    if not issubclass(kind, Absent):
         object.__setattr__(parameter, "__class__", _absent_class(kind))
 
 
 def show(parameter: nn.Parameter) -> None:
     """Give an absent parameter the class it had."""
     kind = type(parameter)
-    if issubclass(kind, AbsentParameter):
+    if issubclass(kind, Absent):
         object.__setattr__(parameter, "__class__", _plain_class(kind))
 
 
@@ -92,7 +101,7 @@ def _absent_class(kind: type) -> type:
     """Return the absent form of a parameter class."""
     if kind is nn.Parameter:
         return AbsentParameter
-    absent = type(kind.__name__, (AbsentParameter, kind), {"__slots__": ()})
+    absent = type(kind.__name__, (Absent, kind), {"__slots__": ()})
     absent.__module__ = kind.__module__
     return absent
 
@@ -103,11 +112,11 @@ def _plain_class(kind: type) -> type:
     return nn.Parameter if kind is AbsentParameter else kind.__bases__[1]
 
 
-def _bring(parameter: nn.Parameter, func: Callable[..., Any]) -> None:
+def _bring(parameter: object, func: Callable[..., Any]) -> None:
     """Ask the engine for the values of a parameter, if it is absent."""
-    if isinstance(parameter, AbsentParameter):
+    if isinstance(parameter, Absent) and isinstance(parameter, nn.Parameter):
         record = getattr(parameter, ATTRIBUTE, None)
-        if record is None:  # a copy carries the class but is a tensor of its own
+        if record is None:  # something built from the class of a parameter
             show(parameter)
         else:
             record.engine.values.bring(record, func)
@@ -124,13 +133,11 @@ def _pin(parameter: nn.Parameter, func: Callable[..., Any], pinned: list[Chunk])
 
 def _takes_pieces(target: object) -> bool:
     """Return whether a write to this tensor may store the owned piece alone."""
-    record = getattr(target, ATTRIBUTE, None) if isinstance(target, AbsentParameter) else None
+    record = getattr(target, ATTRIBUTE, None) if isinstance(target, Absent) else None
     return record is not None and record.engine.values.takes_pieces
 
 
-def _write(
-    parameter: AbsentParameter, src: torch.Tensor, non_blocking: bool = False
-) -> torch.Tensor:
+def _write(parameter: nn.Parameter, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     """Carry out ``parameter.copy_(src)`` on the part that this rank owns."""
     del non_blocking
     record = getattr(parameter, ATTRIBUTE)
@@ -144,7 +151,7 @@ def _write(
                 fix="write inside torch.no_grad()",
             )
         )
-    record.engine.values.write(record, src.expand(parameter.shape))
+    record.engine.values.write(record, record.localise(src))
     return parameter
 
 

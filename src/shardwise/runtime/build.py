@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigurationError, mismatch
 from shardwise.layout import ChunkLayout, Item, choose_capacity, pack
@@ -20,7 +19,7 @@ from shardwise.options import FLOATING_DTYPES, HALF_DTYPES, MixedPrecision
 from shardwise.runtime.agreement import fingerprints_agree
 from shardwise.runtime.chunk import Chunk
 from shardwise.runtime.collectives import broadcast_from_first, slice_of
-from shardwise.runtime.managed import ManagedParameter, record_of
+from shardwise.runtime.managed import ManagedParameter, local_part, record_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +59,7 @@ class _Family:
 
 def read_parameter(record: ManagedParameter) -> torch.Tensor:
     """Return the value that a parameter has."""
-    return record.parameter.detach()
+    return record.values.detach()
 
 
 def check_parameters(
@@ -103,13 +102,6 @@ def _check_parameter(name: str, parameter: nn.Parameter, *, may_be_meta: bool) -
             "a meta tensor",
             "call shardwise.shard on the module, or materialise it with to_empty() first",
         )
-    if isinstance(parameter, DTensor):
-        raise _refusal(
-            f"parameter {name!r}",
-            "a plain tensor",
-            "a DTensor",
-            "shard the module before others do",
-        )
     if parameter.layout is not torch.strided or parameter.is_quantized:
         raise _refusal(
             f"parameter {name!r}", "a dense tensor", f"{parameter.layout}", "convert it to dense"
@@ -128,11 +120,10 @@ def _check_overlap(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, parameter in named:
         if parameter.numel():
-            last = sum(
-                (n - 1) * s for n, s in zip(parameter.shape, parameter.stride(), strict=True)
-            )
-            start = parameter.storage_offset()
-            storage = parameter.untyped_storage()._cdata
+            values = local_part(parameter)
+            last = sum((n - 1) * s for n, s in zip(values.shape, values.stride(), strict=True))
+            start = values.storage_offset()
+            storage = values.untyped_storage()._cdata
             spans.setdefault(storage, []).append((int(start), int(start + last), name))
     for members in spans.values():
         members.sort()
@@ -234,7 +225,7 @@ def _layouts(
 ) -> list[ChunkLayout]:
     """Choose the chunks of one family."""
     itemsize = family.param_dtype.itemsize
-    numels = [member.parameter.numel() for member in members]
+    numels = [member.shape.numel() for member in members]
     if policy.chunk_bytes is not None:
         capacity = max(1, policy.chunk_bytes // itemsize)
     elif family.bundle is not None:

@@ -149,7 +149,7 @@ class Chunk:
         self.move_to(Presence.GATHERED)
         for record in self.records:
             show(record.parameter)
-            record.parameter.data = record.view_in(self.whole_C)
+            record.fill(record.view_in(self.whole_C))
             record.seen_version = record.parameter._version
 
     def let_go(self) -> torch.Tensor:
@@ -161,7 +161,7 @@ class Chunk:
         if changed:
             self.parameter_S.copy_(slice_of(buffer_C, self._axis.rank, self._axis.size))
         for record in self.records:
-            record.parameter.data = nan.expand(record.shape)
+            record.fill(nan.expand(record.shape))
             record.seen_version = record.parameter._version
             hide(record.parameter)
         for record in changed:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -35,6 +35,7 @@ from shardwise.runtime.managed import ATTRIBUTE, ManagedParameter, record_of
 from shardwise.runtime.reducer import OUTSIDE_BACKWARD, UNSCALED, GradientReducer
 from shardwise.runtime.reduction import Reduction
 from shardwise.runtime.residence import Residence
+from shardwise.runtime.topology import is_counted, model_axes
 from shardwise.runtime.values import ParameterValues
 
 if TYPE_CHECKING:
@@ -95,7 +96,6 @@ class Engine:
         packing = options.packing
         settings = (options.stage, packing.precision, packing.chunk_bytes, options.sums_gradients)
         check_same_on_all_ranks(named, settings, topology)
-        self.topology = topology
         self.options = options
         self.left_out: frozenset[nn.Parameter] = frozenset()
         """Parameters of the module that are not sharded."""
@@ -110,6 +110,10 @@ class Engine:
             ManagedParameter(parameter, name=name, index=index, engine=self)
             for index, (name, parameter) in enumerate(named)
         ]
+        parallel = model_axes(record.parameter for record in self.records)
+        self.topology = replace(topology, model=tuple(parallel.values()))
+        for record in self.records:
+            record.is_counted = is_counted(record.parameter, parallel)
         self.whereabouts = Whereabouts(topology.shard)
         self.residence: Residence | None = None
         """What brings and releases chunks; None where all are resident."""
@@ -356,7 +360,7 @@ class Engine:
             return None
         whole = record.view_in(self.gather(record.chunk, slice_S))
         whole = whole.to(torch.promote_types(whole.dtype, torch.float32), copy=True)
-        return whole.div_(self.gradient_divisor())
+        return record.globalise(whole.div_(self.gradient_divisor()))
 
     def gather(self, chunk: Chunk, slice_S: torch.Tensor) -> torch.Tensor:
         """Return a new chunk-sized buffer with every rank's slice. Collectives: one all-gather."""

@@ -42,7 +42,7 @@ class GradientHooks:
                 continue
             if is_known and record.chunk.pending and is_resident:
                 continue
-            storage = record.parameter.untyped_storage()._cdata if is_resident else RELEASABLE
+            storage = record.values.untyped_storage()._cdata if is_resident else RELEASABLE
             if is_known and self._nodes[record][1] == storage:
                 continue
             for hook in self._hooks.pop(record, ()):

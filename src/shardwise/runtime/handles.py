@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardwiseError, mismatch
 from shardwise.runtime.chunk import Presence
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.gatherer import Gatherer
 
@@ -23,11 +26,11 @@ if TYPE_CHECKING:
 class ChunkHandle:
     """One saved view of a chunk; counts itself on the chunk while it lives."""
 
-    __slots__ = ("chunk", "epoch", "offset", "size", "stride", "update")
+    __slots__ = ("chunk", "epoch", "offset", "size", "spec", "stride", "update")
 
-    def __init__(self, chunk: Chunk, view: torch.Tensor) -> None:
-        """Describe a view of the chunk's buffer."""
-        self.chunk = chunk
+    def __init__(self, chunk: Chunk, view: torch.Tensor, spec: DTensorSpec | None) -> None:
+        """Describe a view of the chunk's buffer, the local part of a DTensor if it has a spec."""
+        self.chunk, self.spec = chunk, spec
         self.size, self.stride = view.size(), view.stride()
         self.offset = view.storage_offset()
         self.update, self.epoch = chunk.num_updates, chunk.epoch
@@ -52,9 +55,11 @@ class SavedViews:
 
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int] | ChunkHandle:
         """Return what is saved in place of a tensor."""
-        chunk = self._gatherer.owner_of(tensor)
+        is_distributed = isinstance(tensor, DTensor)
+        view = tensor._local_tensor if is_distributed else tensor
+        chunk = self._gatherer.owner_of(view)
         if chunk is not None:
-            return ChunkHandle(chunk, tensor)
+            return ChunkHandle(chunk, view, tensor._spec if is_distributed else None)
         # detached: a saved output would otherwise hold the graph that holds it
         return tensor.detach(), tensor._version
 
@@ -79,7 +84,8 @@ class SavedViews:
         self._gatherer.fetch(chunk)
         assert chunk.presence is Presence.GATHERED
         with torch.no_grad():
-            return chunk.whole_C.as_strided(saved.size, saved.stride, saved.offset)
+            view = chunk.whole_C.as_strided(saved.size, saved.stride, saved.offset)
+        return view if saved.spec is None else DTensor(view, saved.spec, requires_grad=False)
 
 
 def _modified(tensor: torch.Tensor, version: int) -> RuntimeError:

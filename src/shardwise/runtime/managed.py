@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.runtime.absent import ATTRIBUTE
-from shardwise.runtime.materialise import replace_meta
+from shardwise.runtime.materialise import replace_value
 from shardwise.runtime.placeholder import ShardedGradient
 
 if TYPE_CHECKING:
@@ -30,8 +31,10 @@ class ManagedParameter:
         self.parameter = parameter
         self.name = name
         self.index = index
-        self.shape = parameter.shape
-        self.stride = dense_stride(parameter)
+        values = local_part(parameter)
+        self.shape = values.shape
+        """Of the values on this rank: those of a DTensor's local part."""
+        self.stride = dense_stride(values)
         self.handle: ShardedGradient | None = None
         self._chunk: Chunk | None = None
         self._slot: Slot | None = None
@@ -44,6 +47,8 @@ class ManagedParameter:
         """An optimizer updates this parameter."""
         self.is_held = False
         """A reduced gradient lies in the chunk's slice (agreed by all ranks)."""
+        self.is_counted = True
+        """The norm counts it on this rank: False for copies of what another rank counts."""
         self.is_zero = False
         """The held gradient was zeroed, not removed: no loss scale or weight is part of it."""
         self.has_arrived = False
@@ -94,13 +99,46 @@ class ManagedParameter:
         """Number of elements of the whole parameter."""
         return self.slot.numel
 
+    @property
+    def values(self) -> torch.Tensor:
+        """The tensor whose memory holds the values: the parameter, or a DTensor's local part."""
+        return local_part(self.parameter)
+
     def fill(self, value: torch.Tensor) -> None:
         """Make the parameter a view of packed values."""
-        if self.parameter.is_meta:
-            replace_meta(self.parameter, value)
-            self.seen_version = self.parameter._version
+        parameter = self.parameter
+        if parameter.is_meta:
+            replace_value(parameter, value)
+            self.seen_version = parameter._version
+        elif not isinstance(parameter, DTensor):
+            parameter.data = value
+        elif value.dtype == parameter.dtype:
+            parameter._local_tensor = value
         else:
-            self.parameter.data = value
+            replace_value(parameter, self.globalise(value))
+
+    def globalise(self, value: torch.Tensor) -> torch.Tensor:
+        """Return a value on this rank in the form that the parameter has."""
+        parameter = self.parameter
+        if not isinstance(parameter, DTensor):
+            return value
+        return DTensor.from_local(
+            value,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+    def localise(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the part on this rank of a value in the form that the parameter has."""
+        parameter = self.parameter
+        if isinstance(parameter, DTensor) and isinstance(value, DTensor):
+            if value.placements != parameter.placements:
+                value = value.redistribute(parameter.device_mesh, parameter.placements)
+            return value.to_local()
+        return value.expand(self.shape)
 
     def view_in(self, buffer_C: torch.Tensor) -> torch.Tensor:
         """Return the parameter-shaped view of this parameter's slot in a chunk-sized buffer."""
@@ -139,6 +177,11 @@ class ManagedParameter:
 def record_of(parameter: torch.Tensor) -> ManagedParameter | None:
     """Return the record of a managed parameter, None for any other tensor."""
     return getattr(parameter, ATTRIBUTE, None)
+
+
+def local_part(parameter: torch.Tensor) -> torch.Tensor:
+    """Return the tensor with the values on this rank."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:

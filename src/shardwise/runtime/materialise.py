@@ -64,7 +64,7 @@ class Materialiser:
         for group in self._groups:
             self._initialise(group)
         for parameter, value in self._values.items():
-            replace_meta(parameter, value)
+            replace_value(parameter, value)
         self._values.clear()
 
     @torch.no_grad()
@@ -115,8 +115,8 @@ def has_meta(module: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in module.parameters())
 
 
-def replace_meta(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Give a meta parameter a value; it stays the same object."""
+def replace_value(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Give a parameter a value of another device or dtype; it stays the same object."""
     fresh = nn.Parameter(value, requires_grad=parameter.requires_grad)
     fresh.__dict__.update(parameter.__dict__)
     torch.utils.swap_tensors(parameter, fresh)

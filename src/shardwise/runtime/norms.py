@@ -1,7 +1,8 @@
 """The global norm of gradient slices, every logical parameter counted once.
 
 Padding is zero and every element of a parameter has one owner on the shard axis, so a sum over
-slices and over that axis is a sum over parameters; slices are equal on all replicas.
+slices and over that axis is a sum over parameters; slices are equal on all replicas. Where the
+model is parallel too, parts are summed over its axes, and copies are counted by the first rank.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ def global_norm(
     Returns:
         The norm as stored (not unscaled); inf or nan only if an element is.
 
-    Collectives: one all-reduce of one number per axis; a second where the first overflows.
+    Collectives: one all-reduce of one number per axis, the model's too; a second where the first
+    overflows.
     """
 
     def measure(p: float, dtype: torch.dtype, divisor: float) -> float:
@@ -106,7 +108,7 @@ def _reduce(
     topology: Topology,
 ) -> float:
     """Combine norms of parts, over this rank and the others."""
-    axes = (topology.shard,) if copied is None else topology.axes
+    axes = ((topology.shard,) if copied is None else topology.axes) + topology.model
     zero = torch.zeros((), dtype=torch.float64, device=topology.device)
     own = torch.stack([zero, *(part.to(zero.device) for part in owned)])
     copies = torch.stack([zero, *(part.to(zero.device) for part in copied or ())])
@@ -115,5 +117,6 @@ def _reduce(
         return float(all_reduce_scalars(value, axes, maximum=True))
     # slices repeat on every replica, copies on every rank
     replicas = 1 if copied is None else topology.replicate.size
-    value = own.pow(order).sum() / replicas + copies.pow(order).sum() / topology.size
+    num_copies = topology.size * math.prod(axis.size for axis in topology.model)
+    value = own.pow(order).sum() / replicas + copies.pow(order).sum() / num_copies
     return float(all_reduce_scalars(value.reshape(1), axes)) ** (1.0 / order)

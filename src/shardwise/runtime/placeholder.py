@@ -32,8 +32,8 @@ class ShardedGradient(torch.Tensor):
         parameter = record.parameter
         self = torch.Tensor._make_wrapper_subclass(
             cls,
-            record.shape,
-            strides=record.stride,
+            parameter.shape,
+            strides=record.stride if parameter.shape == record.shape else parameter.stride(),
             dtype=parameter.dtype,
             device=parameter.device,
         )

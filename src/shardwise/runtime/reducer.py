@@ -182,7 +182,7 @@ class GradientReducer:
         grad = record.parameter.grad
         if grad is None or grad.dtype == record.chunk.reduce_dtype or not self._leaves_stand_ins:
             return
-        wide = grad.to_dense() if grad.is_sparse else grad
+        wide = record.localise(grad.to_dense() if grad.is_sparse else grad)
         wide = wide.to(record.chunk.reduce_dtype)
         record.local = wide if record.local is None else record.local.add_(wide)
         self._show_stand_in(record)
@@ -222,6 +222,7 @@ class GradientReducer:
             grad = None
         if grad is not None and grad.is_sparse:
             grad = grad.to_dense()
+        grad = None if grad is None else record.localise(grad)
         parts = [part for part in (grad, record.local) if part is not None]
         record.local = None
         chunk = record.chunk

@@ -9,12 +9,17 @@ from __future__ import annotations
 import os
 from collections import Counter
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigurationError, mismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
 
 NUM_MESH_AXES_HYBRID = 2
 
@@ -47,6 +52,8 @@ class Topology:
     shard: Axis
     replicate: Axis
     device: torch.device
+    model: tuple[Axis, ...] = ()
+    """Axes that the model itself is parallel over: other ranks hold other parts of parameters."""
 
     @property
     def size(self) -> int:
@@ -128,6 +135,32 @@ def make_topology(
         shard=_equip(topology.shard, device),
         replicate=_equip(topology.replicate, device),
     )
+
+
+def model_axes(parameters: Iterable[torch.Tensor]) -> dict[str, Axis]:
+    """Return the axes that DTensors among some parameters are placed on, by group name."""
+    axes: dict[str, Axis] = {}
+    for parameter in parameters:
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            for number in range(mesh.ndim):
+                axis = _axis_of(mesh.get_group(number))
+                if axis.group is not None and axis.group.group_name not in axes:
+                    axes[axis.group.group_name] = _equip(axis, parameter.device)
+    return axes
+
+
+def is_counted(parameter: torch.Tensor, axes: Mapping[str, Axis]) -> bool:
+    """Return whether this rank counts a parameter: its own part, or as the first with a copy."""
+    sharded: set[str] = set()
+    if isinstance(parameter, DTensor):
+        mesh = parameter.device_mesh
+        sharded = {
+            mesh.get_group(number).group_name
+            for number, placement in enumerate(parameter.placements)
+            if placement.is_shard()
+        }
+    return all(axis.rank == 0 for name, axis in axes.items() if name not in sharded)
 
 
 def _equip(axis: Axis, device: torch.device) -> Axis:

@@ -62,7 +62,7 @@ class ParameterValues:
         """Store the owned piece of a whole value, exactly in the master. Collectives: none."""
         chunk = record.chunk
         if chunk.is_whole and not chunk.pending:
-            record.parameter.copy_(whole)
+            record.values.copy_(whole)
             record.seen_version = record.parameter._version
         own, piece = record.cut(whole), record.piece_in(chunk.parameter_S)
         if own is not None and piece is not None:
@@ -152,7 +152,7 @@ class ParameterValues:
             if (
                 record.chunk.pending
                 or buffer_C is None
-                or (parameter.untyped_storage()._cdata == buffer_C.untyped_storage()._cdata)
+                or (record.values.untyped_storage()._cdata == buffer_C.untyped_storage()._cdata)
             ):
                 continue
             home = record.view_in(buffer_C)

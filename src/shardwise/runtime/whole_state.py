@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.runtime.hooks import Hook
 from shardwise.runtime.managed import record_of
@@ -17,6 +18,11 @@ from shardwise.runtime.managed import record_of
 if TYPE_CHECKING:
     from shardwise.runtime.managed import ManagedParameter
     from shardwise.runtime.residence import Residence
+
+
+def _on_cpu(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy that takes no memory of an accelerator."""
+    return value.to("cpu", copy=True)
 
 
 class WholeState:
@@ -59,7 +65,8 @@ class WholeState:
             if record is None or value is None or isinstance(value, nn.Parameter):
                 continue
             if record not in self._copies:
-                self._copies[record] = value.to("cpu", copy=True)
+                is_distributed = isinstance(value, DTensor)
+                self._copies[record] = value.clone() if is_distributed else _on_cpu(value)
             state_dict[prefix + name] = self._copies[record]
         while self._open and self._open.pop() is not module:
             pass

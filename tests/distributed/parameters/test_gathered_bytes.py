@@ -100,7 +100,6 @@ def test_a_byte_limit_bounds_what_is_kept_and_saves_gathers() -> None:
 def test_gathers_are_started_ahead_once_the_order_is_known() -> None:
     """From the second step on, the chunk of the next block is on its way while one runs."""
     model, optimizer = build()
-    [engine] = optimizer._binding.engines()
     ahead: list[bool] = []
 
     def look(module, args):

@@ -33,16 +33,17 @@ def test_another_order_ends_in_a_divergence_error_on_all_ranks(order) -> None:
     group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=3))
     model = sw.shard(Ways(), mesh=DeviceMesh.from_group(group, "cpu"))
     optimizer = sw.ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in range(2):
-        optimizer.backward(model(torch.randn(2, 8)))
-        optimizer.step()
-        optimizer.zero_grad()
-    if dist.get_rank() == 1:
-        model.order = order
-    with pytest.raises(sw.DivergenceError, match=r"rank 1 was at step [23]: .*") as caught:
-        for _ in range(3):
+
+    def train(num_steps: int) -> None:
+        for _ in range(num_steps):
             optimizer.backward(model(torch.randn(2, 8)))
             optimizer.step()
             optimizer.zero_grad()
+
+    train(2)
+    if dist.get_rank() == 1:
+        model.order = order
+    with pytest.raises(sw.DivergenceError, match=r"rank 1 was at step [23]: .*") as caught:
+        train(3)
     assert "rank 0 was at" in str(caught.value)
     assert "chunk" in str(caught.value)
