@@ -31,6 +31,7 @@ from shardwise.runtime.collectives import (
     wait_all,
 )
 from shardwise.runtime.divergence import Whereabouts
+from shardwise.runtime.dry import is_dry_run
 from shardwise.runtime.managed import ATTRIBUTE, ManagedParameter, record_of
 from shardwise.runtime.reducer import OUTSIDE_BACKWARD, UNSCALED, GradientReducer
 from shardwise.runtime.reduction import Reduction
@@ -347,6 +348,8 @@ class Engine:
         """
         if self.local_weight is None:
             return self.gradient_scale
+        if is_dry_run():
+            return self.gradient_scale * self.local_weight * self.topology.size
         weight = torch.tensor([self.local_weight], dtype=torch.float64)
         return self.gradient_scale * float(all_reduce_scalars(weight, self.topology.axes))
 
