@@ -65,7 +65,7 @@ def test_plain_training_holds_sixteen_bytes_per_parameter():
 
 
 @pytest.mark.world_size(1, 2, 4)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", [None, BF16], ids=["fp32", "bf16"])
 def test_sharded_training_holds_the_closed_form(world_size, stage, precision):
     model = torch.nn.Linear(64, 64, bias=False)

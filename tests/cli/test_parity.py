@@ -48,7 +48,7 @@ def results(config, feed):
 
 
 @pytest.mark.world_size(1, 2, 3, timeout_s=60)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_fp32_is_bit_equal_and_clipping_within_tolerance(tmp_path, world_size, stage):
     config, feed = set_up(tmp_path, world_size, **{"shard.stage": stage, "run.accumulation": 2})
     exact, clipped = results(config, feed)

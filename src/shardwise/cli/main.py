@@ -70,7 +70,7 @@ Seed = Annotated[
 Stage = Annotated[
     int | None,
     typer.Option(
-        help="0 replicates, 1 shards optimizer state, 2 also gradients.",
+        help="0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.",
         show_default="2",
         rich_help_panel=_SHARD,
     ),

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.report.held_bytes import HeldBytes
+from shardwise.runtime.engine import PARAMETER_STAGE
 
 if TYPE_CHECKING:
     from shardwise.options import MixedPrecision
@@ -28,12 +29,12 @@ def closed_form(
 
     With :math:`\Psi` elements, shard groups of :math:`N` ranks, :math:`p` bytes per parameter,
     :math:`g` per gradient and :math:`s` per element of optimizer state, the parameters take
-    :math:`p\Psi`, the gradients :math:`g\Psi` (from stage 2 on :math:`g\Psi/N`), and the state
-    :math:`s\Psi` (from stage 1 on :math:`s\Psi/N`).
+    :math:`p\Psi` (at stage 3 :math:`p\Psi/N`), the gradients :math:`g\Psi` (from stage 2 on
+    :math:`g\Psi/N`), and the state :math:`s\Psi` (from stage 1 on :math:`s\Psi/N`).
 
     Args:
         numel: Elements of all trainable parameters.
-        stage: 0, 1 or 2; stage 0 on any number of ranks is plain data parallelism.
+        stage: 0 to 3; stage 0 on any number of ranks is plain data parallelism.
         shard_size: Ranks in a shard group.
         mixed_precision: As passed to ``shardwise.shard``; without it everything is float32.
         num_moments: Tensors of optimizer state per parameter: Adam 2, SGD with momentum 1.
@@ -58,7 +59,8 @@ def closed_form(
     moment_bytes = MASTER_BYTES if has_masters else working.itemsize
     state_bytes = num_moments * moment_bytes + (MASTER_BYTES if has_masters else 0)
     return HeldBytes(
-        parameters=numel * working.itemsize + buffer_bytes,
+        parameters=_shared(numel * working.itemsize, shard_size if stage >= PARAMETER_STAGE else 1)
+        + buffer_bytes,
         gradients=_shared(numel * reduce.itemsize, shard_size if stage >= 2 else 1),
         optimizer_state=_shared(numel * state_bytes, shard_size if stage >= 1 else 1),
     )

@@ -11,10 +11,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from shardwise.optimizer import ShardedOptimizer
+from shardwise.runtime.absent import Absent
 from shardwise.runtime.placeholder import ShardedGradient
 
 if TYPE_CHECKING:
@@ -79,10 +79,9 @@ def _count(tensors: Iterable[Tensor], seen: set[int]) -> int:
     """Add up storages not seen before, and remember them."""
     num_bytes = 0
     for tensor in tensors:
-        if isinstance(tensor, ShardedGradient):
-            continue  # it reports a storage of the parameter's size but holds no bytes
-        with torch._C.DisableTorchFunctionSubclass():  # an absent parameter holds next to nothing
-            storage = tensor.untyped_storage()
+        if isinstance(tensor, ShardedGradient | Absent):
+            continue  # it describes what lies elsewhere, and holds no bytes
+        storage = tensor.untyped_storage()
         key = storage._cdata  # the storage itself: its data pointer may be shared or null
         if key not in seen:
             seen.add(key)

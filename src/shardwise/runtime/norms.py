@@ -76,7 +76,6 @@ def global_norm(
     Collectives: one all-reduce of one number per axis, the model's too; a second where the first
     overflows.
     """
-
     if is_dry_run():
         return 1.0
 

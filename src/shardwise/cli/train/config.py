@@ -13,7 +13,7 @@ from pydantic import ConfigDict, Field
 Size = Literal["tiny", "small", "medium", "large"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Device = Literal["auto", "cpu", "cuda"]
-Stage = Literal[0, 1, 2]
+Stage = Literal[0, 1, 2, 3]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -48,7 +48,7 @@ class ShardConfig:
     __pydantic_config__: ClassVar[ConfigDict] = FORBID_UNKNOWN
 
     stage: Stage = 2
-    """0 replicates, 1 shards the optimizer state, 2 also the gradients."""
+    """0 replicates, 1 shards the optimizer state, 2 also the gradients, 3 also the parameters."""
 
     precision: Precision = "auto"
     """Working precision; 16-bit keeps fp32 masters. auto: bf16 where the processor has bf16
