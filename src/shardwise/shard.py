@@ -64,7 +64,7 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
         chunk_bytes: Capacity of a chunk; default: searched for the least waste. A larger parameter
             gets a chunk of its own. Stage 3: a unit is one chunk by default.
         reshard_after_forward: Stage 3: True keeps as few gathered chunks as it can (two and one
-            ahead), False keeps all until backward has used them (their second all-gather is
+            ahead), False keeps all until the next step (their second all-gather is
             saved; needed for torch.func.grad inside forward, which forbids the hooks by which
             autograd else saves handles of parameters), an int keeps up to that many bytes.
         ignored: Parameters of the module to leave alone: not broadcast, reduced or sharded.

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.runtime.managed import record_of
+from shardwise.runtime.managed import ATTRIBUTE, record_of
 from tests.kit.oracle import assert_bit_equal
 
 STAGES = (0, 1, 2, 3)
@@ -31,6 +31,24 @@ FACES: tuple[Face, ...] = ("module", "optimizer")
 def stages_of(face: Face) -> tuple[int, ...]:
     """Return the stages that a face offers: parameters are sharded by their module only."""
     return STAGES if face == "module" else STAGES[:-1]
+
+
+UNEVEN_STAGES = (0, 1, 2)
+"""Stages at which ranks may call different modules: gathering is collective."""
+
+
+def has_values_outside(stage: int) -> bool:
+    """Return whether parameters have values outside of their module's calls, too."""
+    return stage in UNEVEN_STAGES or dist.get_world_size() == 1
+
+
+def opened(
+    model: nn.Module, stage: int, *, writeback: bool = False
+) -> contextlib.AbstractContextManager[None]:
+    """Return `full_parameters` where parameters have values only in there, else no context."""
+    if has_values_outside(stage):
+        return contextlib.nullcontext()
+    return sw.full_parameters(model, writeback=writeback)
 
 
 Pass = Callable[[nn.Module, int], Tensor]
@@ -230,9 +248,10 @@ def _add_up(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return copies of the parameters by name."""
-    is_sharded = model.__dict__.get("_shardwise") is not None
-    with sw.full_parameters(model) if is_sharded else contextlib.nullcontext():
+    """Return copies of the parameters by name. Collective where a read of one would raise."""
+    engine = model.__dict__.get(ATTRIBUTE)
+    is_absent = engine is not None and engine.residence is not None
+    with sw.full_parameters(model) if is_absent else contextlib.nullcontext():
         return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 

@@ -203,6 +203,9 @@ _DESCRIPTIONS: frozenset[Any] = frozenset(
         *(_T.is_floating_point, _T.is_complex, _T.element_size, _T.requires_grad_, _T.__len__),
         *(_T.register_hook, _T.register_post_accumulate_grad_hook, _T.get_device, _T.__hash__),
         *(torch.is_floating_point, torch.is_complex, torch.numel, torch.is_tensor),
+        *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like),
+        *(torch.randn_like, _T.new_zeros, _T.new_ones, _T.new_empty, _T.new_full, _T.new_tensor),
+        *(torch.result_type, _T.is_inference, _T.is_shared, _T.is_sparse_csr.__get__),
         *(torch.is_same_size, torch.autograd.grad, torch.autograd.backward),
     ]
 )

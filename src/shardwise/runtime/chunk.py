@@ -87,10 +87,10 @@ class Chunk:
         """How often the values were replaced: graphs that saved older ones are void."""
         self.num_pins = 0
         """Running units and others that need the whole chunk to stay."""
-        self.num_handles = 0
-        """Saved tensors that may ask for values of this chunk before the epoch ends."""
-        self.epoch = 0
-        """Counts ends of backward passes: a graph that one rank keeps for longer counts nowhere."""
+        self.is_needed_in_backward = True
+        """Some rank's backward pass reads values; True until the ranks have agreed otherwise."""
+        self.was_read_in_backward = False
+        """This rank's backward pass, since the ranks last agreed."""
 
     def bind(self, records: Sequence[ManagedParameter], rank: int) -> None:
         """Give every record its place and make its parameter a view into the chunk."""
@@ -149,11 +149,16 @@ class Chunk:
         self.move_to(Presence.GATHERED)
         for record in self.records:
             show(record.parameter)
+            if not record.lingers:
+                record.idle_uses = record.num_uses
             record.fill(record.view_in(self.whole_C))
             record.seen_version = record.parameter._version
 
-    def let_go(self) -> torch.Tensor:
-        """Make the parameters absent, keep what was written to them, and return the buffer."""
+    def let_go(self, *, voids_graphs: bool = False) -> torch.Tensor:
+        """Make the parameters absent, keep what was written to them, and return the buffer.
+
+        With ``voids_graphs``, backward over a graph that saved the parameters themselves raises.
+        """
         self.move_to(Presence.RELEASED)
         buffer_C, self.parameters_C = self.whole_C, None
         nan = buffer_C.new_full((), torch.nan)
@@ -161,17 +166,32 @@ class Chunk:
         if changed:
             self.parameter_S.copy_(slice_of(buffer_C, self._axis.rank, self._axis.size))
         for record in self.records:
-            record.fill(nan.expand(record.shape))
+            record.lingers = record.num_uses > record.idle_uses
+            if not record.lingers:
+                record.fill(nan.expand(record.shape))
+        if voids_graphs:
+            self.void_graphs()
+        for record in self.records:
             record.seen_version = record.parameter._version
             hide(record.parameter)
         for record in changed:
             self.refresh_master(record)
         return buffer_C
 
-    def end_epoch(self) -> None:
-        """Forget handles that were not used until the end of a backward pass."""
-        self.epoch += 1
-        self.num_handles = 0
+    def blank(self) -> None:
+        """Let go of buffers that parameters kept because a graph had saved the parameters."""
+        if self.presence is not Presence.RELEASED:
+            return
+        for record in self.records:
+            if record.lingers and record.num_uses <= record.idle_uses:
+                record.lingers = False
+                record.fill(self.parameter_S.new_full((), torch.nan).expand(record.shape))
+
+    def void_graphs(self) -> None:
+        """Make backward raise over graphs that have saved the parameters themselves."""
+        torch.autograd.graph.increment_version([record.parameter for record in self.records])
+        for record in self.records:
+            record.seen_version = record.parameter._version
 
     def await_parameters(self) -> None:
         """Return when every rank's updated slice has arrived."""

@@ -162,7 +162,6 @@ class Engine:
             whereabouts=self.whereabouts,
         )
         if self.residence is not None:
-            reducer.on_gradient = self.residence.gatherer.release_idle
             reducer.on_end = self.residence.gatherer.end_backward
         reducer.on_weighted = partial(_weigh_with_nothing, weakref.ref(self))
         return reducer

@@ -22,13 +22,15 @@ class PassFacts:
     """A gradient came after its chunk was sent."""
     sent: frozenset[Chunk]
     """Chunks whose reduction was started during the pass."""
+    read: frozenset[Chunk]
+    """Chunks whose values a backward pass has read."""
     is_weighted: bool
     """Gradients are sums that weights will divide."""
 
 
 def num_bits(records: Sequence[ManagedParameter], chunks: Sequence[Chunk]) -> int:
     """Return the length of a mask."""
-    return 2 * len(records) + len(chunks) + 1
+    return 2 * (len(records) + len(chunks)) + 1
 
 
 def collect(
@@ -38,16 +40,18 @@ def collect(
     bits = [record.has_arrived for record in records]
     bits += [record.late is not None for record in records]
     bits += [chunk.is_sent for chunk in chunks]
+    bits += [chunk.was_read_in_backward for chunk in chunks]
     bits.append(is_weighted)
     return sum(1 << position for position, bit in enumerate(bits) if bit)
 
 
 def read(mask: int, records: Sequence[ManagedParameter], chunks: Sequence[Chunk]) -> PassFacts:
     """Return the facts in a mask."""
-    count = len(records)
+    count, after = len(records), 2 * len(records) + len(chunks)
     return PassFacts(
         used=frozenset(r for i, r in enumerate(records) if mask >> i & 1),
         late=frozenset(r for i, r in enumerate(records) if mask >> (count + i) & 1),
         sent=frozenset(c for i, c in enumerate(chunks) if mask >> (2 * count + i) & 1),
-        is_weighted=bool(mask >> (2 * count + len(chunks)) & 1),
+        read=frozenset(c for i, c in enumerate(chunks) if mask >> (after + i) & 1),
+        is_weighted=bool(mask >> (after + len(chunks)) & 1),
     )

@@ -64,7 +64,7 @@ class Gatherer:
         self.keeps = keep_bytes > 0
         """Chunks stay after a forward pass without gradients."""
         self.keeps_all = math.isinf(keep_bytes)
-        """Autograd may save views of chunks: they stay until backward anyway."""
+        """Chunks stay until a step; autograd may therefore save the parameters themselves."""
         self.order: UseOrder[Chunk] = UseOrder()
         self.gathered_bytes = 0
         self.peak_bytes = 0
@@ -87,14 +87,11 @@ class Gatherer:
 
     def fetch(self, chunk: Chunk) -> None:
         """Return when the chunk is whole. Collectives: an all-gather where it was not coming."""
-        if torch._C._current_graph_task_id() != OUTSIDE_BACKWARD:
-            if not self._is_in_backward:
-                self._is_in_backward = True
-                self.order.begin(Segment.BACKWARD)
-            self.order.note(chunk)
-            self.release_idle(but=chunk)
-        else:
-            self.order.note(chunk)
+        in_backward = torch._C._current_graph_task_id() != OUTSIDE_BACKWARD
+        if in_backward and not self._is_in_backward:
+            self._is_in_backward = True
+            self.order.begin(Segment.BACKWARD)
+        self.order.note(chunk)
         chunk.num_pins += 1
         try:
             with temporarily_clear_interpreter_stack():  # not part of a user's transform
@@ -107,6 +104,16 @@ class Gatherer:
                     self._arrive(chunk)
         finally:
             chunk.num_pins -= 1
+
+    def read_in_backward(self, chunk: Chunk) -> None:
+        """Return when values that a gradient depends on are there.
+
+        Which ranks come here depends on what they computed, so nothing that all ranks must decide
+        alike is changed where the chunk is there already.
+        """
+        chunk.was_read_in_backward = True
+        if chunk.presence is not Presence.GATHERED:
+            self.fetch(chunk)
 
     def pin(self, chunks: Iterable[Chunk]) -> None:
         """Fetch chunks and keep them until ``unpin``."""
@@ -143,18 +150,10 @@ class Gatherer:
             self._arrive(chunk)  # its memory is being written to
         del self._present[chunk]
         self.gathered_bytes -= chunk.whole_bytes
-        buffer_C = chunk.let_go()
+        buffer_C = chunk.let_go(voids_graphs=self.keeps_all)
         del self._by_storage[buffer_C.untyped_storage()._cdata]
         if _is_referred_to_by_one(buffer_C):
             self._free.setdefault((buffer_C.numel(), buffer_C.dtype), []).append(buffer_C)
-
-    def release_idle(self, but: Chunk | None = None) -> None:
-        """In backward: release chunks that no saved tensor and no recorded use asks for."""
-        for chunk in list(self._present):
-            if chunk.num_handles or chunk.num_pins or chunk is but:
-                continue
-            if self.order.next_use(chunk) is None:
-                self.release(chunk)
 
     def release_all(self) -> None:
         """Release what is not pinned and return the memory of buffers that wait for reuse."""
@@ -169,11 +168,12 @@ class Gatherer:
             self.release_all()
 
     def end_backward(self) -> None:
-        """Leave nothing behind: what a step updates must not be gathered before it."""
+        """Leave nothing behind, unless chunks are kept until a step."""
         self._is_in_backward = False
-        self.release_all()
+        if not self.keeps_all:
+            self.release_all()
         for chunk in self._chunks:
-            chunk.end_epoch()
+            chunk.blank()
 
     # ------------------------------------------------------------------ inside
 

@@ -51,6 +51,11 @@ class GradientHooks:
             fresh.append(record)
         return fresh
 
+    def forget(self, record: ManagedParameter) -> None:
+        """Hook a parameter anew at the next ``watch``: new ``.data`` may have cost its node."""
+        for hook in self._hooks.pop(record, ()):
+            hook.remove()
+
     def close(self) -> None:
         """Let go of parameters: nodes that own them are hidden from Python."""
         for hooks in self._hooks.values():

@@ -7,7 +7,7 @@ Everything else is saved as it is.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -15,8 +15,11 @@ from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ShardwiseError, mismatch
 from shardwise.runtime.chunk import Presence
+from shardwise.runtime.managed import local_part
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
     from shardwise.runtime.chunk import Chunk
@@ -24,22 +27,16 @@ if TYPE_CHECKING:
 
 
 class ChunkHandle:
-    """One saved view of a chunk; counts itself on the chunk while it lives."""
+    """One saved view of a chunk."""
 
-    __slots__ = ("chunk", "epoch", "offset", "size", "spec", "stride", "update")
+    __slots__ = ("chunk", "offset", "size", "spec", "stride", "update")
 
     def __init__(self, chunk: Chunk, view: torch.Tensor, spec: DTensorSpec | None) -> None:
         """Describe a view of the chunk's buffer, the local part of a DTensor if it has a spec."""
         self.chunk, self.spec = chunk, spec
         self.size, self.stride = view.size(), view.stride()
         self.offset = view.storage_offset()
-        self.update, self.epoch = chunk.num_updates, chunk.epoch
-        chunk.num_handles += 1
-
-    def __del__(self) -> None:
-        """Autograd has freed the saved tensor."""
-        if self.epoch == self.chunk.epoch:
-            self.chunk.num_handles -= 1
+        self.update = chunk.num_updates
 
 
 class SavedViews:
@@ -49,14 +46,27 @@ class SavedViews:
         """Serve one gatherer."""
         self._gatherer = gatherer
 
-    def hooks(self) -> saved_tensors_hooks:
-        """Return the context in which views of chunks are saved as handles."""
-        return saved_tensors_hooks(self._pack, self._unpack)
+    def hooks(self) -> saved_tensors_hooks | None:
+        """Return the context in which a unit runs, None where nothing has to change.
+
+        Where a user's hooks are active (recompute, offload) theirs go on, but they are given an
+        alias in place of a parameter, whose values would go with the release of its chunk.
+        """
+        autograd: Any = torch._C._autograd
+        if not autograd._saved_tensors_hooks_is_enabled():
+            return None  # function transforms forbid hooks: see ManagedParameter.lingers
+        outer = autograd._top_saved_tensors_default_hooks(True)
+        if outer is None:
+            return saved_tensors_hooks(self._pack, self._unpack)
+        pack, unpack = outer
+        if isinstance(getattr(pack, "__self__", None), SavedViews | _OuterHooks):
+            return None
+        return saved_tensors_hooks(_OuterHooks(self._gatherer, pack).pack, unpack)
 
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int] | ChunkHandle:
         """Return what is saved in place of a tensor."""
         is_distributed = isinstance(tensor, DTensor)
-        view = tensor._local_tensor if is_distributed else tensor
+        view = local_part(tensor)
         chunk = self._gatherer.owner_of(view)
         if chunk is not None:
             return ChunkHandle(chunk, view, tensor._spec if is_distributed else None)
@@ -81,11 +91,25 @@ class SavedViews:
                     fix="run backward before the step, or forward again",
                 )
             )
-        self._gatherer.fetch(chunk)
+        self._gatherer.read_in_backward(chunk)
         assert chunk.presence is Presence.GATHERED
         with torch.no_grad():
             view = chunk.whole_C.as_strided(saved.size, saved.stride, saved.offset)
         return view if saved.spec is None else DTensor(view, saved.spec, requires_grad=False)
+
+
+class _OuterHooks:
+    """Hands saved tensors on to the hooks of a user, none of them a parameter itself."""
+
+    def __init__(self, gatherer: Gatherer, pack: Callable[[torch.Tensor], Any]) -> None:
+        """Hand on to ``pack``."""
+        self._gatherer = gatherer
+        self._outer = pack
+
+    def pack(self, tensor: torch.Tensor) -> Any:  # noqa: ANN401 - whatever the user saves
+        """Replace a parameter by an alias, which keeps its memory."""
+        is_own = self._gatherer.owner_of(local_part(tensor)) is not None
+        return self._outer(tensor.detach() if is_own else tensor)
 
 
 def _modified(tensor: torch.Tensor, version: int) -> RuntimeError:

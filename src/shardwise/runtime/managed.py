@@ -6,7 +6,7 @@ not carry it along. The record knows its place and the state of its gradient; it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -59,6 +59,10 @@ class ManagedParameter:
         """Gradient gathered under no_sync in a wider dtype than the parameter's."""
         self.late: torch.Tensor | None = None
         """Gradient that came after the chunk was sent (recompute of a shared parameter)."""
+        self.idle_uses = 0
+        """References to the parameter that are no saved tensors, when it was gathered."""
+        self.lingers = False
+        """A graph saved the absent parameter itself, which therefore keeps its values."""
         self.seen_version = parameter._version
         """Version of the parameter after the last update: a newer one was written by the user."""
 
@@ -103,6 +107,12 @@ class ManagedParameter:
     def values(self) -> torch.Tensor:
         """The tensor whose memory holds the values: the parameter, or a DTensor's local part."""
         return local_part(self.parameter)
+
+    @property
+    def num_uses(self) -> int:
+        """References that C++ holds to the parameter: its node, and graphs that saved it."""
+        parameter: Any = self.parameter
+        return parameter._use_count()
 
     def fill(self, value: torch.Tensor) -> None:
         """Make the parameter a view of packed values."""

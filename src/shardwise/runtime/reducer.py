@@ -77,8 +77,6 @@ class GradientReducer:
         """Gradients of this step are sums that weights will divide."""
         self.on_weighted: Callable[[], None] = lambda: None
         """Called when a pass that some rank has weighted is completed here."""
-        self.on_gradient: Callable[[], None] = lambda: None
-        """Called when a gradient was taken, which may have been the last use of a chunk."""
         self.on_end: Callable[[], None] = lambda: None
         """Called at the end of every backward pass, reduced or not."""
         self._leaves_stand_ins = leaves_stand_ins
@@ -100,6 +98,10 @@ class GradientReducer:
         for record in self._hooks.watch(self.records):
             if record.parameter.dtype is torch.float16 and self.bare_backward_refusal is None:
                 self.bare_backward_refusal = UNSCALED
+
+    def forget(self, record: ManagedParameter) -> None:
+        """Hook a parameter anew before the next backward pass."""
+        self._hooks.forget(record)
 
     @property
     def is_open(self) -> bool:
@@ -175,7 +177,6 @@ class GradientReducer:
                 self._open()
             self._absorb(record)
             self._send_ready()
-        self.on_gradient()
 
     def _keep_local(self, record: ManagedParameter) -> None:
         """Under no_sync: leave the gradient in place, or sum it in the wider reduce dtype."""
@@ -349,6 +350,9 @@ class GradientReducer:
         said = facts.read(verdict.mask, self.records, self.chunks)
         if said.is_weighted:
             self.on_weighted()
+        for chunk in self.chunks:
+            chunk.was_read_in_backward = False
+            chunk.is_needed_in_backward = chunk in said.read
         # first what some rank has sent eagerly, in that order
         rest = [chunk for chunk in self.chunks if chunk not in self._order]
         for chunk in [*self._order, *rest]:

@@ -85,12 +85,17 @@ class Residence:
             yield
         finally:
             self.gatherer.unpin(chunks)
-            if not self.is_computing:
-                self.gatherer.release_all()
+            self.rest()
 
-    def refuse_update_of_whole(self) -> None:
-        """Raise before a step that would leave the values inside ``full_parameters`` old."""
-        if self.gatherer.has_pins and not self.calls.is_running:
+    def prepare_update(self) -> None:
+        """Release everything before a step, since an update makes whole values old.
+
+        Raises:
+            ShardwiseError: Inside ``full_parameters``.
+        """
+        if self.calls.is_running:
+            return
+        if self.gatherer.has_pins:
             raise ShardwiseError(
                 mismatch(
                     "step",
@@ -99,8 +104,9 @@ class Residence:
                     fix="leave full_parameters() first",
                 )
             )
+        self.gatherer.release_all()
 
     def rest(self) -> None:
-        """Release everything that nothing running needs."""
-        if not self.calls.is_running:
+        """Release everything that nothing running needs, unless it is kept until a step."""
+        if not self.is_computing:
             self.gatherer.end_backward()

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
 from shardwise.runtime.absent import copy_refusal
+from shardwise.runtime.containers import map_tensors
 from shardwise.runtime.gatherer import OUTSIDE_BACKWARD
 from shardwise.runtime.hooks import Hook
 from shardwise.runtime.managed import record_of
@@ -208,23 +210,28 @@ class UnitCalls:
                 is_training = frame.with_grad
                 self._gatherer.begin(Segment.FORWARD if is_training else Segment.EVALUATION)
         self._frames.append(frame)
-        if frame.with_grad and not self._gatherer.keeps_all and _saves_plainly():
+        if frame.with_grad and not self._gatherer.keeps_all:
             frame.saving = self._views.hooks()
+        if frame.saving is not None:
             frame.saving.__enter__()
         chunks = tuple(self._chunks_of(unit))
         self._gatherer.pin(chunks)
         frame.chunks = chunks
 
-    def leave(self, unit: Unit) -> None:
-        """Let go of what a unit needed, whether it returned or raised."""
+    def leave(self, unit: Unit, output: Any = None) -> Any:  # noqa: ANN401 - any output
+        """Let go of what a unit needed, whether it returned or raised; return its output."""
         if not self._frames or self._frames[-1].unit is not unit:
-            return  # another hook raised before this unit was entered
+            return output  # another hook raised before this unit was entered
         frame = self._frames.pop()
         self._gatherer.unpin(frame.chunks)
         if frame.saving is not None:
             frame.saving.__exit__(None, None, None)
         if not self._frames and torch._C._current_graph_task_id() == OUTSIDE_BACKWARD:
-            self._gatherer.end_forward(with_grad=frame.with_grad)
+            # None: it raised, or nothing can have been saved for a backward pass
+            self._gatherer.end_forward(with_grad=frame.with_grad and output is not None)
+        if frame.with_grad and frame.chunks and not self._gatherer.keeps_all:
+            return map_tensors(_BeforeBackward(self._gatherer, frame.chunks).watch, output)
+        return output
 
     @staticmethod
     def _chunks_of(unit: Unit) -> Iterable[Chunk]:
@@ -247,23 +254,10 @@ class UnitCalls:
                 expected="a parameter whose values are on this rank",
                 got="one of which every rank holds a slice",
                 where=name,
-                fix="read and write it inside shardwise.full_parameters(module), or use it in the "
-                "module's forward",
+                fix="read and write it inside shardwise.full_parameters(module), use it in the "
+                "module's forward, and wrap its optimizer in shardwise.ShardedOptimizer",
             )
         )
-
-
-def _saves_plainly() -> bool:
-    """Return whether autograd saves tensors without hooks and could use some.
-
-    Hooks that are active belong to an outer unit, or to a user (recompute, offload) who needs them.
-    Function transforms forbid any.
-    """
-    autograd: Any = torch._C._autograd
-    return (
-        autograd._saved_tensors_hooks_is_enabled()
-        and autograd._top_saved_tensors_default_hooks(True) is None
-    )
 
 
 class _Enter:
@@ -283,9 +277,9 @@ class _Leave:
     def __init__(self, calls: UnitCalls, unit: Unit) -> None:
         self._calls, self._unit = calls, unit
 
-    def __call__(self, module: nn.Module, args: object, output: object) -> None:
+    def __call__(self, module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401
         """Let go."""
-        self._calls.leave(self._unit)
+        return self._calls.leave(self._unit, output)
 
 
 class _CompiledCall:
@@ -297,7 +291,39 @@ class _CompiledCall:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - any module
         """Gather, call, let go."""
         self._calls.enter(self._unit)
+        output = None
         try:
-            return self._compiled(*args, **kwargs)
+            output = self._compiled(*args, **kwargs)
         finally:
-            self._calls.leave(self._unit)
+            output = self._calls.leave(self._unit, output)
+        return output
+
+
+class _BeforeBackward:
+    """Gathers a unit's chunks when a gradient reaches its output.
+
+    Backward would gather them at the first handle too, but a rank that has none, since it did not
+    use the parameters of a unit that it called, must take part.
+    """
+
+    def __init__(self, gatherer: Gatherer, chunks: tuple[Chunk, ...]) -> None:
+        self._gatherer, self._chunks = gatherer, chunks
+
+    def watch(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the output to use: an alias where another unit watches the tensor already.
+
+        Hooks of one tensor are called in the order of forward, and those of aliases in reverse.
+        """
+        if not tensor.requires_grad or is_functorch_wrapped_tensor(tensor):
+            return tensor
+        hooks = tensor._backward_hooks or {}
+        if any(isinstance(hook, _BeforeBackward) for hook in hooks.values()):
+            tensor = tensor.view_as(tensor)
+        tensor.register_hook(self)
+        return tensor
+
+    def __call__(self, grad: torch.Tensor) -> None:
+        """Gather what some rank needs."""
+        for chunk in self._chunks:
+            if chunk.is_needed_in_backward:
+                self._gatherer.fetch(chunk)

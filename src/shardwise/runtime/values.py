@@ -78,6 +78,8 @@ class ParameterValues:
         self._engine.was_updated = True
         chunk.num_updates += 1
         if self._engine.residence is not None:
+            if any(record.lingers for record in chunk.records):
+                chunk.void_graphs()
             return
         publish(chunk, self._engine.topology.shard, lazily=self._engine.options.knows_model)
 
@@ -105,6 +107,7 @@ class ParameterValues:
         """Drop what was written to whole parameters, where they are about to be released."""
         for record in records:
             if record.chunk.presence is Presence.GATHERED:
+                self._engine.reducer.forget(record)
                 record.seen_version = record.parameter._version
 
     @property
@@ -123,8 +126,7 @@ class ParameterValues:
     def refresh_changed_masters(self) -> None:
         """Take masters from working parameters that autograd saw written since the last update."""
         if self._engine.residence is not None:
-            self._engine.residence.refuse_update_of_whole()
-            self._engine.residence.rest()
+            self._engine.residence.prepare_update()
             return
         self.adopt_moved()
         self.refresh_masters(
@@ -165,6 +167,7 @@ class ParameterValues:
                         fix="move, cast or reshape the module before sharding it",
                     )
                 )
+            self._engine.reducer.forget(record)
             with torch.no_grad():
                 home.copy_(parameter)
             parameter.data = home

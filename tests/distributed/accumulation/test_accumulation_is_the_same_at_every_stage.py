@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.kit.oracle import OracleOptions, assert_bit_equal, run_oracle, seed
-from tests.kit.pair import STAGES
+from tests.kit.pair import STAGES, parameters
 
 
 def _model() -> nn.Module:
@@ -57,7 +57,7 @@ def test_accumulation_is_the_same_at_every_stage(
             optimizer.zero_grad()
             assert optimizer.grad_norm == pytest.approx(record.grad_norm, rel=1e-6)
             rounded = {name: p.to(dtype) for name, p in record.parameters.items()}
-            assert_bit_equal(dict(model.named_parameters()), rounded, what=f"stage {stage}")
+            assert_bit_equal(parameters(model), rounded, what=f"stage {stage}")
 
 
 @pytest.mark.world_size(1, 2, timeout_s=30)
@@ -78,6 +78,6 @@ def test_one_large_batch_equals_four_small_ones() -> None:
                     optimizer.backward(model(micro_batch).square().mean() / parts)
                 optimizer.step()
                 optimizer.zero_grad()
-            ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+            ends.append(torch.cat([p.flatten() for p in parameters(model).values()]))
     for end in ends[1:]:
         torch.testing.assert_close(end, ends[0], rtol=1e-12, atol=1e-13)

@@ -9,7 +9,16 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.kit.oracle import assert_bit_equal
-from tests.kit.pair import FACES, STAGES, Face, Pair, Setting, full_gradients, stages_of
+from tests.kit.pair import (
+    FACES,
+    STAGES,
+    Face,
+    Pair,
+    Setting,
+    full_gradients,
+    parameters,
+    stages_of,
+)
 
 
 def _model() -> nn.Module:
@@ -52,7 +61,7 @@ def test_passes_before_inside_and_after_no_sync_all_count() -> None:
 
         model = sw.shard(_model(), stage=stage)
         optimizer = sw.ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        before = parameters(model)
         with sw.no_sync(model), sw.no_sync(model):
             model(torch.ones(1, 5)).sum().backward()
         plain = _model()
@@ -60,7 +69,7 @@ def test_passes_before_inside_and_after_no_sync_all_count() -> None:
         plain(torch.ones(1, 5)).sum().backward()
         optimizer.step()
         torch.optim.SGD(plain.parameters(), lr=1.0).step()
-        assert_bit_equal(dict(model.named_parameters()), dict(plain.named_parameters()))
+        assert_bit_equal(parameters(model), parameters(plain))
 
 
 @pytest.mark.world_size(2, timeout_s=20)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.kit.oracle import assert_bit_equal
-from tests.kit.pair import STAGES, parameters
+from tests.kit.pair import UNEVEN_STAGES, parameters
 
 
 def _model() -> nn.Module:
@@ -27,7 +27,7 @@ def _loss(model: nn.Module, rank: int, micro_batch: int) -> Tensor:
 def test_ranks_may_run_unequal_numbers_of_passes(bare: bool) -> None:
     """Rank r runs 3 - r passes, then steps: also none at all. Absent passes count as zero."""
     size = dist.get_world_size()
-    for stage in STAGES:
+    for stage in UNEVEN_STAGES:
         for chunk_bytes in (None, 64):
             model = sw.shard(_model(), stage=stage, chunk_bytes=chunk_bytes)
             optimizer = sw.ShardedOptimizer(torch.optim.AdamW(model.parameters(), lr=0.1))

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from tests.kit.pair import STAGES, full_gradients
+from tests.kit.pair import STAGES, full_gradients, parameters
 
 _COUNTS = ((3, 6, 1), (6, 2, 5))
 """[rank][micro-batch] -> number of tokens."""
@@ -50,8 +50,5 @@ def test_token_weights_give_the_global_token_mean(how: str, num_micro_batches: i
         optimizer.step()
         norm = torch.nn.utils.get_total_norm(list(expected.values())).item()
         assert optimizer.grad_norm == pytest.approx(norm, rel=1e-12), f"stage {stage}"
-        for name, parameter in _model().named_parameters():
-            moved = parameter - 0.1 * expected[name]
-            torch.testing.assert_close(
-                dict(model.named_parameters())[name], moved, rtol=1e-12, atol=1e-14
-            )
+        moved = {name: p - 0.1 * expected[name] for name, p in parameters(_model()).items()}
+        torch.testing.assert_close(parameters(model), moved, rtol=1e-12, atol=1e-14)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.kit.oracle import OracleOptions, assert_bit_equal, run_oracle, seed
-from tests.kit.pair import STAGES
+from tests.kit.pair import STAGES, parameters
 
 
 class _Weight(nn.Module):
@@ -44,4 +44,4 @@ def test_ranks_that_own_nothing_take_part() -> None:
             optimizer.step()
             optimizer.zero_grad()
             rounded = {name: p.bfloat16() for name, p in record.parameters.items()}
-            assert_bit_equal(dict(model.named_parameters()), rounded)
+            assert_bit_equal(parameters(model), rounded)

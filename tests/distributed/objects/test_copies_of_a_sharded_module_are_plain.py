@@ -13,7 +13,17 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import shardwise as sw
 from tests.kit.oracle import assert_bit_equal
-from tests.kit.pair import FACES, STAGES, Face, Pair, Setting, parameters, stages_of
+from tests.kit.pair import (
+    FACES,
+    STAGES,
+    Face,
+    Pair,
+    Setting,
+    has_values_outside,
+    opened,
+    parameters,
+    stages_of,
+)
 
 
 def _model() -> nn.Module:
@@ -49,7 +59,11 @@ def test_copies_of_a_sharded_module_are_plain(face: Face, duplicate: object) -> 
             if moment == "pending":
                 pair.backward(_loss)
             values = parameters(pair.plain)
-            copied = duplicate(pair.model)
+            if not has_values_outside(stage):
+                with pytest.raises(sw.ShardwiseError, match="full_parameters"):
+                    duplicate(pair.model)
+            with opened(pair.model, stage):
+                copied = duplicate(pair.model)
             assert_bit_equal(parameters(copied), values, what=moment)
             assert all(type(p) is nn.Parameter for p in copied.parameters())
             copied.zero_grad()
@@ -68,14 +82,16 @@ def test_copies_of_a_sharded_module_are_plain(face: Face, duplicate: object) -> 
 def test_an_average_of_a_sharded_module_is_that_of_one_process(face: Face) -> None:
     for stage in stages_of(face):
         pair = Pair(_model, setting=Setting(stage=stage, face=face))
-        averages = [
-            AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
-            for model in (pair.model, pair.plain)
-        ]
+        with opened(pair.model, stage):
+            averages = [
+                AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+                for model in (pair.model, pair.plain)
+            ]
         for _ in range(5):
             pair.backward(_loss)
             pair.step()
-            averages[0].update_parameters(pair.model)
+            with opened(pair.model, stage):
+                averages[0].update_parameters(pair.model)
             averages[1].update_parameters(pair.plain)
         assert_bit_equal(parameters(averages[0]), parameters(averages[1]))
         pair.train(_loss, num_steps=1)

@@ -57,15 +57,20 @@ def test_parameters_without_elements_are_harmless(face: Face, dtype: torch.dtype
             pair.train(partial(_loss, dtype=dtype), num_steps=1)
 
 
+class _Nothing(nn.Module):
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape))
+
+    def forward(self) -> Tensor:
+        return self.weight.sum() * 1.0
+
+
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
 @pytest.mark.world_size(1, 2, timeout_s=20)
 def test_a_model_of_nothing_but_empty_parameters_trains() -> None:
     for stage in STAGES:
         for shape in ((0,), (0, 8), (8, 0)):
-
-            def build(shape: tuple[int, ...] = shape) -> nn.Module:
-                return nn.ParameterList([nn.Parameter(torch.empty(shape))])
-
-            pair = Pair(build, setting=Setting(stage=stage))
-            pair.train(lambda model, rank: model[0].sum() * 1.0)
-            assert pair.model[0].shape == shape
+            pair = Pair(partial(_Nothing, shape), setting=Setting(stage=stage))
+            pair.train(lambda model, rank: model())
+            assert pair.model.weight.shape == shape

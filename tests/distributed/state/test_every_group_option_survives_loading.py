@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from tests.kit.pair import FACES, STAGES, Face, assert_same_state, stages_of
+from tests.kit.pair import FACES, Face, assert_same_state, stages_of
 
 
 def _model() -> nn.Module:
@@ -40,10 +40,14 @@ def _loss(model: nn.Module) -> Tensor:
 def _make(face: Face, stage: int, options: list[dict[str, Any]]) -> Any:
     model = _model()
     inner = torch.optim.AdamW(_groups(model, options=options), lr=0.5)
+    return model, _wrap(face, stage, model, inner)
+
+
+def _wrap(face: Face, stage: int, model: nn.Module, inner: torch.optim.Optimizer) -> Any:
     if face == "module":
         sw.shard(model, stage=stage)
-        return model, sw.ShardedOptimizer(inner)
-    return model, sw.ShardedOptimizer(inner, stage=stage)
+        return sw.ShardedOptimizer(inner)
+    return sw.ShardedOptimizer(inner, stage=stage)
 
 
 @pytest.mark.world_size(1, 2, timeout_s=20)
@@ -68,12 +72,13 @@ def test_every_group_option_survives_loading(face: Face) -> None:
 
 
 @pytest.mark.world_size(1, 2, timeout_s=20)
-def test_empty_groups_survive_loading() -> None:
+@pytest.mark.parametrize("face", FACES)
+def test_empty_groups_survive_loading(face: Face) -> None:
     """torch refuses to build an empty group, but a group may become one, and files contain them."""
-    for stage in STAGES:
+    for stage in stages_of(face):
         model = _model()
         groups = [{"params": list(model.parameters())}, {"params": [], "lr": 0.7}]
-        optimizer = sw.ShardedOptimizer(torch.optim.AdamW(groups, lr=0.1), stage=stage)
+        optimizer = _wrap(face, stage, model, torch.optim.AdamW(groups, lr=0.1))
         optimizer.backward(_loss(model))
         optimizer.step()
         saved = optimizer.state_dict()

@@ -8,7 +8,15 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from tests.kit.oracle import assert_bit_equal
-from tests.kit.pair import FACES, STAGES, Face, parameters, stages_of
+from tests.kit.pair import (
+    FACES,
+    STAGES,
+    Face,
+    has_values_outside,
+    opened,
+    parameters,
+    stages_of,
+)
 
 
 def _model() -> nn.Module:
@@ -58,7 +66,10 @@ def test_loaded_weights_reach_the_masters(face: Face, dtype: torch.dtype) -> Non
 @pytest.mark.world_size(2, timeout_s=20)
 @pytest.mark.parametrize("how", ["copy_", "data.copy_", "data="])
 def test_values_written_by_hand_reach_the_masters(how: str) -> None:
-    """Behind autograd's back only after `refresh_master_parameters`, as its documentation says."""
+    """Behind autograd's back only after `refresh_master_parameters`, as its documentation says.
+
+    Where parameters are sharded, `copy_` stores the owned piece; `.data` needs `full_parameters`.
+    """
     precision = sw.MixedPrecision(param_dtype=torch.bfloat16)
     for stage in STAGES:
         torch.manual_seed(0)
@@ -69,15 +80,27 @@ def test_values_written_by_hand_reach_the_masters(how: str) -> None:
         optimizer.zero_grad()
         optimizer.param_groups[0]["lr"] = 0.0
         value = torch.full((7, 5), 0.375, dtype=torch.bfloat16)
-        weight = model[0].weight
         if how == "copy_":
-            with torch.no_grad():
-                weight.copy_(value)
-        elif how == "data.copy_":
-            weight.data.copy_(value)
-            optimizer.refresh_master_parameters()
+            _write(model[0].weight, value, how)
         else:
-            weight.data = value.clone()
+            if not has_values_outside(stage):
+                with pytest.raises(sw.ShardwiseError, match="full_parameters"):
+                    _write(model[0].weight, value, how)
+            with opened(model, stage, writeback=True):
+                _write(model[0].weight, value, how)
+        if how == "data.copy_":
+            optimizer.refresh_master_parameters()
         optimizer.backward(_loss(model))
         optimizer.step()
-        assert_bit_equal({"weight": model[0].weight}, {"weight": value}, what=f"stage {stage}")
+        after = parameters(model)["0.weight"]
+        assert_bit_equal({"weight": after}, {"weight": value}, what=f"stage {stage}")
+
+
+def _write(weight: nn.Parameter, value: Tensor, how: str) -> None:
+    if how == "copy_":
+        with torch.no_grad():
+            weight.copy_(value)
+    elif how == "data.copy_":
+        weight.data.copy_(value)
+    else:
+        weight.data = value.clone()

@@ -10,7 +10,6 @@ import shardwise as sw
 from tests.kit.oracle import assert_bit_equal
 from tests.kit.pair import (
     FACES,
-    STAGES,
     Face,
     Pair,
     Setting,
@@ -54,9 +53,10 @@ def test_plain_optimizers_and_sharded_ones_exchange_state(face: Face) -> None:
 
 
 @pytest.mark.world_size(2, timeout_s=20)
-def test_state_that_an_optimizer_already_has_is_sharded() -> None:
+@pytest.mark.parametrize("face", FACES)
+def test_state_that_an_optimizer_already_has_is_sharded(face: Face) -> None:
     """Two plain steps, then sharding in the middle of the run."""
-    for stage in STAGES:
+    for stage in stages_of(face):
         torch.manual_seed(0)
         plain, model = _model(), _model()
         model.load_state_dict(plain.state_dict())
@@ -65,7 +65,9 @@ def test_state_that_an_optimizer_already_has_is_sharded() -> None:
         for _ in range(2):
             for one, its in pairs:
                 _step(one, its)
-        optimizer = sw.ShardedOptimizer(inner, stage=stage)
+        if face == "module":
+            sw.shard(model, stage=stage)
+        optimizer = sw.ShardedOptimizer(inner, stage=None if face == "module" else stage)
         for _ in range(2):
             _step(plain, plain_optimizer)
             _step(model, optimizer)

@@ -53,8 +53,8 @@ def _loss(model: nn.Module, rank: int) -> Tensor:
 @pytest.mark.parametrize("kind", _KINDS)
 def test_step_counters_keep_their_kind(kind: str) -> None:
     """Left out: `capturable=True`, for which torch's Adam wants an accelerator."""
-    for stage in STAGES:
-        for face in FACES:
+    for face in FACES:
+        for stage in stages_of(face):
             setting = Setting(stage=stage, face=face)
             pair = Pair(_Model, _KINDS[kind], setting=setting)
             pair.train(_loss, num_steps=2)
@@ -93,7 +93,7 @@ class OddCounter(torch.optim.Optimizer):
 @pytest.mark.parametrize("face", FACES)
 def test_counters_of_any_kind_survive(face: Face) -> None:
     """As in torch, whose own loading casts an integer counter that is not called step."""
-    for stage in STAGES:
+    for stage in stages_of(face):
         pair = Pair(
             _Model, lambda m: OddCounter(m.parameters()), setting=Setting(stage=stage, face=face)
         )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.kit.pair import FACES, STAGES, Face, Pair, Setting, stages_of
+from tests.kit.pair import FACES, UNEVEN_STAGES, Face, Pair, Setting, stages_of
 
 
 class _Raise(torch.autograd.Function):
@@ -84,7 +84,7 @@ def _refuse(*_: object) -> None:
 @pytest.mark.parametrize("by_module", [False, True])
 def test_an_exception_on_one_rank_alone_is_survived_too(by_module: bool) -> None:
     """Rank 1 fails before its backward pass, rank 0 does not start one; both begin again."""
-    for stage in STAGES:
+    for stage in UNEVEN_STAGES:
         pair = Pair(_Model, setting=Setting(stage=stage))
         pair.train(_loss, num_steps=1)
         if pair.rank == 1:

@@ -1,4 +1,7 @@
-"""How often a part of the model is called may depend on a rank's data."""
+"""How often a part of the model is called may depend on a rank's data.
+
+Where parameters are sharded, the part lies in a larger unit that all ranks call.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.kit.pair import FACES, Face, Pair, Setting, stages_of
+from tests.kit.pair import FACES, UNEVEN_STAGES, Face, Pair, Setting, stages_of
 
 
 class _Model(nn.Module):
@@ -40,7 +43,9 @@ def _never(model: nn.Module, rank: int) -> Tensor:
 def test_calls_of_a_part_may_differ_over_ranks(face: Face, bare: bool) -> None:
     for stage in stages_of(face):
         for chunk_bytes in (None, 4):
-            setting = Setting(stage=stage, face=face, shard={"chunk_bytes": chunk_bytes})
+            units = {} if stage in UNEVEN_STAGES else {"units": [_Model]}
+            shard = {"chunk_bytes": chunk_bytes, **units}
+            setting = Setting(stage=stage, face=face, shard=shard)
             pair = Pair(_Model, setting=setting)
             for loss in (_loss, _never_on_rank_0, _never, _loss):
                 pair.train(loss, num_steps=1, bare=bare)

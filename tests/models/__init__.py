@@ -1,0 +1,1 @@
+"""Models that others wrote, as they are."""
