@@ -44,19 +44,7 @@ RECOMPUTE = {
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize(
-    "way",
-    [
-        "default",
-        "reentrant_kept_gathered",
-        pytest.param(
-            "reentrant",
-            marks=pytest.mark.xfail(
-                reason="recompute saves parameters themselves, and backward releases them"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("way", RECOMPUTE)
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_checkpointed_activations_change_no_bit(name, way) -> None:
     """The library recomputes inside the blocks' `forward`: while no unit is being called."""

@@ -166,7 +166,8 @@ class Chunk:
         if changed:
             self.parameter_S.copy_(slice_of(buffer_C, self._axis.rank, self._axis.size))
         for record in self.records:
-            record.lingers = record.num_uses > record.idle_uses
+            is_saved = record.num_uses > record.idle_uses
+            record.lingers = is_saved and record.lies_in(buffer_C)
             if not record.lingers:
                 record.fill(nan.expand(record.shape))
         if voids_graphs:

@@ -114,6 +114,10 @@ class ManagedParameter:
         parameter: Any = self.parameter
         return parameter._use_count()
 
+    def lies_in(self, buffer_C: torch.Tensor) -> bool:
+        """Return whether the values are where packing has put them."""
+        return self.values.untyped_storage()._cdata == buffer_C.untyped_storage()._cdata
+
     def fill(self, value: torch.Tensor) -> None:
         """Make the parameter a view of packed values."""
         parameter = self.parameter

@@ -151,11 +151,7 @@ class ParameterValues:
         for record in self._engine.records:
             parameter = record.parameter
             buffer_C = record.chunk.parameters_C
-            if (
-                record.chunk.pending
-                or buffer_C is None
-                or (record.values.untyped_storage()._cdata == buffer_C.untyped_storage()._cdata)
-            ):
+            if record.chunk.pending or buffer_C is None or record.lies_in(buffer_C):
                 continue
             home = record.view_in(buffer_C)
             if _kind_of(parameter) != _kind_of(home):
