@@ -197,6 +197,7 @@ def build_chunks(
                 source_C.as_strided(part.shape, part.stride, slot.start).copy_(read(part))
             broadcast_from_first(source_C, topology)
             chunk = _chunk_from(source_C, layout, family, policy, topology)
+            chunk.bundle = -1 - first if family.bundle is None else family.bundle
             chunks.append((first, chunk, parts))
             if not is_repacking:
                 _settle(chunk, parts, topology, policy)

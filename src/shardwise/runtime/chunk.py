@@ -67,6 +67,8 @@ class Chunk:
         self.layout = layout
         self.index = 0
         """Position among the chunks of its engine."""
+        self.bundle = 0
+        """Chunks of one bundle are gathered together: usually there is one."""
         self.records: list[ManagedParameter] = []
         self.presence = Presence.RESIDENT
         self.parameters_C: torch.Tensor | None = parameters_C

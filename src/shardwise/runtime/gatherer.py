@@ -13,6 +13,7 @@ Letting go is safe at any moment: a later use fetches again. See ADR 0005.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,10 +54,13 @@ class Gatherer:
             chunks: All of the engine, in order of definition.
             axis: The shard axis.
             whereabouts: Is told what this rank does, for when ranks do not meet.
-            keep_bytes: Gathered bytes to keep where two chunks and prefetch are less; may be inf.
-            prefetch_bytes: Bytes that may be gathered ahead of their use; default: one chunk.
+            keep_bytes: Gathered bytes to keep where two bundles and prefetch are less; may be inf.
+            prefetch_bytes: Bytes that may be gathered ahead of their use; default: one bundle.
         """
-        sizes = sorted((chunk.whole_bytes for chunk in chunks), reverse=True)
+        by_bundle: Counter[int] = Counter()
+        for chunk in chunks:
+            by_bundle[chunk.bundle] += chunk.whole_bytes
+        sizes = sorted(by_bundle.values(), reverse=True)
         ahead = (sizes[0] if sizes else 0) if prefetch_bytes is None else prefetch_bytes
         self.prefetch_bytes = ahead
         self.limit_bytes = max(sum(sizes[:2]) + ahead, keep_bytes)

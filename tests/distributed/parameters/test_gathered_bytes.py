@@ -59,20 +59,24 @@ def test_gathered_chunks_stay_below_two_and_the_prefetch() -> None:
             train(model, optimizer)
             with torch.no_grad():
                 model(torch.randint(256, (1, 16)))
-        units = _bytes_by_unit(optimizer)
-        # a unit of several chunks is gathered as a whole
-        limit = max(gatherer.limit_bytes, max(units) + gatherer.prefetch_bytes)
-        assert 0 < gatherer.peak_bytes <= limit
+        units = sorted(_bytes_by_unit(optimizer))
+        assert gatherer.limit_bytes == units[-1] + units[-2] + gatherer.prefetch_bytes
+        assert gatherer.prefetch_bytes == units[-1]
+        assert 0 < gatherer.peak_bytes <= gatherer.limit_bytes
         assert gatherer.gathered_bytes == 0
 
 
 def _bytes_by_unit(optimizer) -> list[int]:
+    """Blocks, and what lies before and after them."""
     [engine] = optimizer._binding.engines()
-    by_block: dict[str, int] = {}
+    by_unit: dict[str, int] = {}
+    after = False
     for chunk in engine.chunks:
-        name = ".".join(chunk.records[0].name.split(".")[:2])
-        by_block[name] = by_block.get(name, 0) + chunk.whole_bytes
-    return list(by_block.values())
+        name = chunk.records[0].name
+        after = after or name.startswith("blocks")
+        unit = name.split(".")[1] if name.startswith("blocks") else str(after)
+        by_unit[unit] = by_unit.get(unit, 0) + chunk.whole_bytes
+    return list(by_unit.values())
 
 
 @pytest.mark.world_size(2)
