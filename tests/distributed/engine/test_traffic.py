@@ -86,6 +86,30 @@ def test_a_step_sends_every_parameter_twice_less_the_own_share(stage: int) -> No
     assert counter.small <= SCALARS
 
 
+@pytest.mark.world_size(2, 3, 4)
+@pytest.mark.parametrize(("keep", "factor"), [(True, 3), (False, 2)])
+def test_stage_3_sends_every_parameter_at_most_three_times(keep: bool, factor: int) -> None:
+    """Twice where chunks are kept; the last of forward are there still when backward begins."""
+    model, optimizer = build(3, num_blocks=6, reshard_after_forward=keep)
+
+    def step() -> None:
+        optimizer.backward(model(torch.randint(61, (2, 11))).float().logsumexp(-1).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    step()
+    with Counter() as counter:
+        step()
+    chunks = optimizer._binding.engines()[0].chunks
+    padded = sum(chunk.layout.numel for chunk in chunks)
+    size = dist.get_world_size()
+    least = 2 * padded * (size - 1) // size
+    assert least <= counter.large <= factor * padded * (size - 1) // size
+    assert keep or counter.large == least
+    assert counter.small <= SCALARS
+
+
 @pytest.mark.world_size(2)
 def test_calls_grow_with_chunks_and_not_with_parameters() -> None:
     calls = {}
