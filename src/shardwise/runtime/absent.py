@@ -9,8 +9,8 @@ engine's matter.
 from __future__ import annotations
 
 import copy
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from functools import cache, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from shardwise.runtime.chunk import Chunk
+
+ParametersT = ParamSpec("ParametersT")
+ReturnT = TypeVar("ReturnT")
 
 ATTRIBUTE = "_shardwise"
 """The one attribute that the library stores on a user's tensor: see ``managed``."""
@@ -76,6 +79,17 @@ class Absent:
 
 class AbsentParameter(Absent, nn.Parameter):
     """The absent form of a plain parameter; subclasses get a form of their own."""
+
+
+def describing(function: Callable[ParametersT, ReturnT]) -> Callable[ParametersT, ReturnT]:
+    """Let a function that reads no values ask absent parameters at the cost of plain ones."""
+
+    @wraps(function)
+    def run(*args: ParametersT.args, **kwargs: ParametersT.kwargs) -> ReturnT:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def hide(parameter: nn.Parameter) -> None:

@@ -18,6 +18,7 @@ gradient_S      S      reduce_dtype    from the reduction until zero_grad
 from __future__ import annotations
 
 from enum import Enum
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -107,6 +108,11 @@ class Chunk:
             self.records.append(record)
 
     # ------------------------------------------------------------------ presence
+
+    @cached_property
+    def label(self) -> str:
+        """Number and contents, for messages."""
+        return f"chunk {self.index} ({self.records[0].name}, ...)"
 
     @property
     def dtype(self) -> torch.dtype:

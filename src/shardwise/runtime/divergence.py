@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import zlib
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,9 +19,13 @@ from shardwise.errors import DivergenceError, ShardwiseError, mismatch
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
 
+    from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.topology import Axis
 
 NoteT = TypeVar("NoteT", str, list[str])
+
+_POSITIVE = 2**61 - 1
+"""Hashes of tuples of integers are the same in every process."""
 
 _PATIENCE = datetime.timedelta(seconds=10)
 """How long a failed rank waits for the note of another: that one fails soon after it."""
@@ -36,24 +39,24 @@ class Whereabouts:
         self._axis = axis
         self.step = 0
         """Completed steps."""
-        self.gathered: list[str] = []
-        """Chunks gathered since all ranks last agreed, in order."""
+        self.gathered: list[Chunk] = []
+        """What was gathered since all ranks last agreed, in order."""
         self._count = 0
         self._what = "start"
+        self._chunk: Chunk | None = None
 
-    def note(self, what: str) -> None:
+    def note(self, what: str, chunk: Chunk | None = None) -> None:
         """Say what comes next."""
-        self._what = what
+        self._what, self._chunk = what, chunk
         self._count += 1
 
     def gathered_print(self) -> int:
         """Return a number that differs where other chunks were gathered, or in another order."""
-        text = "\n".join(self.gathered).encode()
-        return zlib.crc32(text) << 16 ^ zlib.adler32(text)
+        return hash(tuple(chunk.index for chunk in self.gathered)) & _POSITIVE
 
     def other_order(self) -> DivergenceError:
         """Return the error for ranks that gathered in different orders. All ranks call it."""
-        everyone = self._exchange(list(self.gathered))
+        everyone = self._exchange([f"gather of {chunk.label}" for chunk in self.gathered])
         sequences = [sequence for sequence in everyone.values() if sequence is not None]
         longest = max((len(sequence) for sequence in sequences), default=0)
         rows = [[s[i] if i < len(s) else "nothing" for s in sequences] for i in range(longest)]
@@ -68,7 +71,8 @@ class Whereabouts:
 
     def places(self) -> dict[int, str | None]:
         """Return what every rank was at, None where no answer came in time."""
-        return self._exchange(f"step {self.step}: {self._what} (event {self._count})")
+        what = self._what if self._chunk is None else f"{self._what} {self._chunk.label}"
+        return self._exchange(f"step {self.step}: {what} (event {self._count})")
 
     def _exchange(self, note: NoteT) -> dict[int, NoteT | None]:
         """Give a note to all ranks and return theirs by global rank."""

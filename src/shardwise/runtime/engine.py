@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ShardwiseError, mismatch
+from shardwise.runtime.absent import describing
 from shardwise.runtime.build import (
     PackingPolicy,
     build_chunks,
@@ -199,6 +200,7 @@ class Engine:
         return self.options.packing.precision
 
     @property
+    @describing
     def is_scaled(self) -> bool:
         """True when gradients are float16, so that losses must be scaled."""
         return any(
@@ -207,6 +209,7 @@ class Engine:
         )
 
     @property
+    @describing
     def has_gradients(self) -> bool:
         """True when some optimizer's gradient, with its factors, is held or waits under no_sync."""
         return any(
@@ -281,6 +284,7 @@ class Engine:
         finally:
             self.reducer.is_synchronising = before
 
+    @describing
     def zero_grad(self, records: Iterable[ManagedParameter], *, set_to_none: bool) -> None:
         """Clear the gradients of some parameters, reduced or not."""
         members = list(records)
@@ -304,6 +308,7 @@ class Engine:
 
         self.forget_factors()
 
+    @describing
     def forget_factors(self) -> None:
         """Start the next step with a fresh loss scale and weight, if no optimizer needs the old.
 

@@ -184,9 +184,8 @@ class Gatherer:
     def _start(self, chunk: Chunk) -> None:
         """Begin to gather a released chunk."""
         buffer_C = self._take(chunk)
-        gather = f"gather of chunk {chunk.index} ({chunk.records[0].name}, ...)"
-        self._whereabouts.note(gather)
-        self._whereabouts.gathered.append(gather)
+        self._whereabouts.note("gather of", chunk)
+        self._whereabouts.gathered.append(chunk)
         works = start_all_gather(
             buffer_C,
             self._axis,
@@ -203,7 +202,7 @@ class Gatherer:
 
     def _arrive(self, chunk: Chunk) -> None:
         """Wait for a chunk that is on its way."""
-        self._whereabouts.note(f"wait for chunk {chunk.index} ({chunk.records[0].name}, ...)")
+        self._whereabouts.note("wait for", chunk)
         with explain(self._whereabouts):
             chunk.arrive()
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.runtime.absent import describing
 from shardwise.runtime.chunk import Presence
 from shardwise.runtime.placeholder import ShardedGradient
 
@@ -32,6 +33,7 @@ class GradientHooks:
         self._hooks: dict[ManagedParameter, list[torch.utils.hooks.RemovableHandle]] = {}
         self._nodes: dict[ManagedParameter, tuple[torch.autograd.graph.Node, int]] = {}
 
+    @describing
     def watch(self, records: Iterable[ManagedParameter]) -> list[ManagedParameter]:
         """Hook those that are trainable and have no hooks, or lost one to new ``.data``."""
         fresh: list[ManagedParameter] = []

@@ -23,10 +23,12 @@ from torch.autograd import Variable
 
 from shardwise.errors import ShardwiseError, mismatch
 from shardwise.runtime import facts
+from shardwise.runtime.absent import describing
 from shardwise.runtime.agreement import Verdict, agree
 from shardwise.runtime.collectives import is_pairwise
 from shardwise.runtime.divergence import explain
 from shardwise.runtime.gradient_hooks import GradientHooks
+from shardwise.runtime.intake import GradientIntake
 from shardwise.runtime.placeholder import ShardedGradient
 from shardwise.runtime.worker import Executor, LaggedExecutor, ThreadExecutor
 
@@ -80,6 +82,7 @@ class GradientReducer:
         self.on_end: Callable[[], None] = lambda: None
         """Called at the end of every backward pass, reduced or not."""
         self._leaves_stand_ins = leaves_stand_ins
+        self._intake = GradientIntake(reduction, leaves_stand_ins=leaves_stand_ins)
         self._whereabouts = whereabouts
         self._phase = Phase.IDLE
         self._is_explicit = False
@@ -139,6 +142,7 @@ class GradientReducer:
             self._callback_task = task
             Variable._execution_engine.queue_callback(self._finish_if_open)
 
+    @describing
     def _before(self, record: ManagedParameter, _: object) -> None:
         """Make room in ``parameter.grad``."""
         if self.bare_backward_refusal is not None and not self._is_explicit:
@@ -159,6 +163,7 @@ class GradientReducer:
         if is_removed and self._leaves_stand_ins:
             record.drop_gradient()
 
+    @describing
     def _after(self, record: ManagedParameter, parameter: torch.Tensor) -> None:
         """Take the gradient that autograd has just finished."""
         if parameter.dtype != record.chunk.dtype:
@@ -171,27 +176,14 @@ class GradientReducer:
                 )
             )
         if not self.is_synchronising:
-            self._keep_local(record)
+            self._intake.keep_local(record)
         else:
             if self._phase is Phase.IDLE:
                 self._open()
-            self._absorb(record)
+            self._intake.absorb(record)
             self._send_ready()
 
-    def _keep_local(self, record: ManagedParameter) -> None:
-        """Under no_sync: leave the gradient in place, or sum it in the wider reduce dtype."""
-        grad = record.parameter.grad
-        if grad is None or grad.dtype == record.chunk.reduce_dtype or not self._leaves_stand_ins:
-            return
-        wide = record.localise(grad.to_dense() if grad.is_sparse else grad)
-        wide = wide.to(record.chunk.reduce_dtype)
-        record.local = wide if record.local is None else record.local.add_(wide)
-        self._show_stand_in(record)
-
-    def _show_stand_in(self, record: ManagedParameter) -> None:
-        """Let ``parameter.grad`` say that a gradient exists elsewhere."""
-        record.parameter.grad = record.handle if self._leaves_stand_ins else None
-
+    @describing
     def _open(self) -> None:
         """Start counting for a new backward pass."""
         self._phase = Phase.OPEN
@@ -209,35 +201,12 @@ class GradientReducer:
             if self._callback_task != OUTSIDE_BACKWARD:
                 Variable._execution_engine.queue_callback(self._finish_if_open)
 
+    @describing
     def drop_removed(self) -> None:
         """Forget reduced gradients whose stand-in the user has removed."""
         for record in self.records:
             if self._leaves_stand_ins and record.is_held and record.parameter.grad is None:
                 record.drop_gradient()
-
-    def _absorb(self, record: ManagedParameter) -> None:
-        """Move ``parameter.grad`` (and what no_sync kept) into the chunk's buffer."""
-        grad = record.parameter.grad
-        self._show_stand_in(record)
-        if isinstance(grad, ShardedGradient):
-            grad = None
-        if grad is not None and grad.is_sparse:
-            grad = grad.to_dense()
-        grad = None if grad is None else record.localise(grad)
-        parts = [part for part in (grad, record.local) if part is not None]
-        record.local = None
-        chunk = record.chunk
-        for part in parts:
-            if chunk.is_sent:
-                record.late = part.clone() if record.late is None else record.late.add_(part)
-                continue
-            slot = record.view_in(self.reduction.buffer(chunk))
-            if record.has_arrived:
-                slot.add_(part)
-                continue
-            slot.copy_(part)
-            record.has_arrived = True
-            chunk.num_missing -= record.is_expected
 
     def _send_ready(self) -> None:
         """Send the chunks that are full, as far as the issue order allows."""
@@ -278,15 +247,26 @@ class GradientReducer:
         Collectives: an agreement; those of ``finish`` where some rank has gradients left.
         """
         self._refuse_if_broken()
-        if any(record.has_local_gradient for record in self.records):
+        if self._has_local_gradients():
             self.finish()
         while (verdict := self._agree(is_finishing=False)).is_finishing:
             self._complete(verdict)
         self._whereabouts.step += 1
+        if verdict.mask:
+            self._drop(verdict.mask)
+
+    @describing
+    def _drop(self, mask: int) -> None:
+        """Forget gradients that some rank has removed."""
         for record in self.records:
-            if verdict.mask >> record.index & 1:
+            if mask >> record.index & 1:
                 record.drop_gradient()
                 record.parameter.grad = None
+
+    @describing
+    def _has_local_gradients(self) -> bool:
+        """Return whether gradients of this rank alone wait to be reduced."""
+        return any(record.has_local_gradient for record in self.records)
 
     def reset(self) -> None:
         """Forget an unfinished backward pass and return to a state in which the next is fresh."""
@@ -314,13 +294,15 @@ class GradientReducer:
                 )
             )
 
+    @describing
     def _absorb_local(self) -> None:
         """Take gradients that came without a hook or under no_sync and were not touched since."""
         self.watch()
         for record in self.records:
             if record.has_local_gradient:
-                self._absorb(record)
+                self._intake.absorb(record)
 
+    @describing
     def _agree(self, *, is_finishing: bool) -> Verdict:
         """Tell the other ranks what came and was sent; at a step, what the user has removed."""
         finishing_mask, step_mask = None, 0
@@ -343,6 +325,7 @@ class GradientReducer:
         self._whereabouts.gathered.clear()
         return verdict
 
+    @describing
     def _complete(self, verdict: Verdict) -> None:
         """Send what is left of an agreed backward pass, wait, and mark what is held."""
         if self._phase is Phase.IDLE:
@@ -364,7 +347,7 @@ class GradientReducer:
         for record in said.used | said.late:
             record.is_held = True
             record.is_zero = False
-            self._show_stand_in(record)
+            self._intake.show_stand_in(record)
         if said.used:
             for record in self.records:
                 record.is_expected = record in said.used
