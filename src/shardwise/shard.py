@@ -19,11 +19,11 @@ from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
 from shardwise.options import MixedPrecision
 from shardwise.runtime.build import PackingPolicy, check_parameters
 from shardwise.runtime.collectives import broadcast_from_first
-from shardwise.runtime.engine import PARAMETER_STAGE, Engine, EngineOptions
+from shardwise.runtime.engine import Engine, EngineOptions
 from shardwise.runtime.managed import ATTRIBUTE, record_of
 from shardwise.runtime.materialise import Materialiser, has_meta
 from shardwise.runtime.root import RootHooks
-from shardwise.runtime.topology import Topology, make_topology
+from shardwise.runtime.topology import PARAMETER_STAGE, Topology, make_topology
 from shardwise.runtime.units import Unit, bundle, find_units
 
 if TYPE_CHECKING:

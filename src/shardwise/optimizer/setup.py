@@ -12,9 +12,9 @@ from shardwise.errors import ConfigurationError, mismatch
 from shardwise.optimizer.atoms import Atom, atoms_of, choose_atom
 from shardwise.optimizer.binding import Binding, check_members
 from shardwise.runtime.build import PackingPolicy, check_parameters
-from shardwise.runtime.engine import PARAMETER_STAGE, Engine, EngineOptions
+from shardwise.runtime.engine import Engine, EngineOptions
 from shardwise.runtime.managed import record_of
-from shardwise.runtime.topology import make_topology
+from shardwise.runtime.topology import PARAMETER_STAGE, make_topology
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.report.held_bytes import HeldBytes
-from shardwise.runtime.engine import PARAMETER_STAGE
+from shardwise.runtime.topology import PARAMETER_STAGE
 
 if TYPE_CHECKING:
     from shardwise.options import MixedPrecision

@@ -62,11 +62,11 @@ def wait_all(works: Sequence[Waitable]) -> None:
         work.wait()
 
 
-def is_pairwise(axis: Axis, buffer: torch.Tensor) -> bool:
+def is_pairwise(axis: Axis, device: torch.device) -> bool:
     """Return whether tensors on this device go point to point (trivially so without peers)."""
     if axis.group is None:
         return True
-    return buffer.device.type == "cpu" and axis.group._get_backend(buffer.device).name() == "gloo"
+    return device.type == "cpu" and axis.group._get_backend(device).name() == "gloo"
 
 
 def start_all_gather(
@@ -93,9 +93,10 @@ def start_all_gather(
         if own_S is not None:
             place_S.copy_(own_S)
         return []
-    if not is_pairwise(axis, buffer_C):
+    if not is_pairwise(axis, buffer_C.device):
         source_S = place_S if own_S is None else own_S
-        work = dist.all_gather_single(buffer_C, source_S, group=axis.group, async_op=True)
+        group = axis.gathers if channel is Channel.GATHER_PARAMETERS else None
+        work = dist.all_gather_single(buffer_C, source_S, group=group or axis.group, async_op=True)
         return [work] if work is not None else []
     works: list[Waitable] = []
     for peer in axis.peers:
@@ -130,7 +131,7 @@ class ReduceScatter:
         self._works: list[Waitable] = []
         if axis.group is None or buffer_C.numel() == 0:
             return
-        if not is_pairwise(axis, buffer_C):
+        if not is_pairwise(axis, buffer_C.device):
             work = dist.reduce_scatter_single(self.own_S, buffer_C, group=axis.group, async_op=True)
             self._works = [work] if work is not None else []
             return

@@ -49,9 +49,6 @@ if TYPE_CHECKING:
     from shardwise.runtime.topology import Topology
     from shardwise.runtime.units import Unit
 
-PARAMETER_STAGE = 3
-"""The stage that shards parameters too."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:

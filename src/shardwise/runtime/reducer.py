@@ -91,7 +91,7 @@ class GradientReducer:
         self._order: list[Chunk] = []
         device = topology.device
         axis = topology.shard if topology.shard.group is not None else topology.replicate
-        threaded = axis.group is not None and is_pairwise(axis, torch.empty(0, device=device))
+        threaded = axis.group is not None and is_pairwise(axis, device)
         self._executor: Executor = ThreadExecutor() if threaded else LaggedExecutor()
         self._hooks = GradientHooks(self._before, self._after)
         self.watch()

@@ -63,7 +63,7 @@ class Reduction:
         if not self._keeps_whole:
             chunk.gradients_C = None
         shard, divisor = self._topology.shard, self.divisor
-        is_native = not all(is_pairwise(axis, buffer_C) for axis in self._topology.axes)
+        is_native = not all(is_pairwise(axis, buffer_C.device) for axis in self._topology.axes)
         if buffer_C.dtype in HALF_DTYPES and divisor != 1 and is_native:
             # a native 16-bit sum may overflow where its mean does not
             buffer_C.div_(divisor)

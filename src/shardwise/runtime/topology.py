@@ -17,11 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigurationError, mismatch
+from shardwise.runtime.collectives import is_pairwise
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
 NUM_MESH_AXES_HYBRID = 2
+PARAMETER_STAGE = 3
+"""The stage that shards parameters too."""
 
 _num_engines: Counter[str] = Counter()
 """Engines made so far per group: made by all its ranks together, so every rank counts alike."""
@@ -34,6 +37,8 @@ class Axis:
     group: dist.ProcessGroup | None = None
     control: dist.ProcessGroup | None = None
     """Sends small CPU tensors, in an order of its own: the same group, or one made beside it."""
+    gathers: dist.ProcessGroup | None = None
+    """Gathers parameters beside reductions, where one group runs one collective after the other."""
     lane: int = 0
     """Sets the messages of one engine apart from those of others on the same group."""
     rank: int = 0
@@ -130,11 +135,10 @@ def make_topology(
         else:
             everyone = _axis_of(dist.group.WORLD) if dist.is_initialized() else Axis()
             topology = _with_all(everyone, stage, device)
-    return replace(
-        topology,
-        shard=_equip(topology.shard, device),
-        replicate=_equip(topology.replicate, device),
-    )
+    shard = _equip(topology.shard, device)
+    if stage == PARAMETER_STAGE:
+        shard = _with_gathers(shard, device)
+    return replace(topology, shard=shard, replicate=_equip(topology.replicate, device))
 
 
 def model_axes(parameters: Iterable[torch.Tensor]) -> dict[str, Axis]:
@@ -189,6 +193,17 @@ def _equip(axis: Axis, device: torch.device) -> Axis:
         control = beside
     _num_engines[axis.group.group_name] += 1
     return replace(axis, control=control, lane=_num_engines[axis.group.group_name])
+
+
+def _with_gathers(axis: Axis, device: torch.device) -> Axis:
+    """Give an axis a second group of the same ranks, if its messages are not told apart by tags."""
+    if axis.group is None or is_pairwise(axis, device):
+        return axis
+    ranks = dist.get_process_group_ranks(axis.group)
+    backend = axis.group._get_backend(device).name()
+    gathers = dist.new_group(ranks, backend=backend, use_local_synchronization=True)
+    assert isinstance(gathers, dist.ProcessGroup)  # this rank is among them
+    return replace(axis, gathers=gathers)
 
 
 def _from_shard_size(shard_size: int, size: int, stage: int, device: torch.device) -> Topology:

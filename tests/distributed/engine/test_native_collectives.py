@@ -7,21 +7,22 @@ from unittest import mock
 import pytest
 import torch
 
-from shardwise.runtime import collectives, reducer, reduction
+from shardwise.runtime import collectives, reducer, reduction, topology
 from tests.kit.models import CASES
 from tests.kit.sharded import Setting, adamw, assert_like_one_process
 
 
 @pytest.mark.world_size(1, 2, timeout_s=60)
-@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_native_collectives_train_like_one_process(stage: int) -> None:
-    def never(axis, buffer) -> bool:
+    def never(axis, device) -> bool:
         return False
 
     setting = Setting(stage=stage, num_micro_batches=2, options={"chunk_bytes": 20_000})
     with (
         mock.patch.object(collectives, "is_pairwise", never),
         mock.patch.object(reducer, "is_pairwise", never),
+        mock.patch.object(topology, "is_pairwise", never),
         mock.patch.object(reduction, "is_pairwise", never),
     ):
         # two summands: any algorithm adds them alike
@@ -35,12 +36,13 @@ def test_a_native_half_sum_is_divided_before_it_is_sent(dtype: torch.dtype) -> N
 
     import shardwise as sw
 
-    def never(axis, buffer) -> bool:
+    def never(axis, device) -> bool:
         return False
 
     with (
         mock.patch.object(collectives, "is_pairwise", never),
         mock.patch.object(reducer, "is_pairwise", never),
+        mock.patch.object(topology, "is_pairwise", never),
         mock.patch.object(reduction, "is_pairwise", never),
     ):
         model = torch.nn.Linear(4, 4, bias=False, dtype=dtype)

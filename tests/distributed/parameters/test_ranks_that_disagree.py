@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
+from tests.kit.pair import Pair, Setting
 
 
 class Ways(nn.Module):
@@ -47,3 +48,58 @@ def test_another_order_ends_in_a_divergence_error_on_all_ranks(order) -> None:
         train(3)
     assert "rank 0 was at" in str(caught.value)
     assert "chunk" in str(caught.value)
+
+
+class Head(nn.Module):
+    """A head that is called as often as the data asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.between, self.head = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, num_calls: int):
+        x = self.body(x)
+        for _ in range(num_calls):
+            x = torch.tanh(self.head(x))
+        return self.between(x)
+
+
+@pytest.mark.world_size(2, timeout_s=40)
+def test_calls_of_a_unit_may_differ_where_chunks_are_kept() -> None:
+    """One call on one rank, three on the other: nothing is gathered for the second and third."""
+    setting = Setting(stage=3, shard={"reshard_after_forward": False})
+
+    def loss(model, rank):
+        return model(torch.randn(2, 8), 1 + 2 * rank).square().mean()
+
+    Pair(Head, setting=setting).train(loss)
+
+
+@pytest.mark.world_size(2, timeout_s=40)
+def test_a_block_that_some_ranks_skip_inside_a_unit_trains_like_one_process() -> None:
+    """Rank 0 calls every block and uses the parameters of some only."""
+
+    class Block(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number, self.linear = number, nn.Linear(8, 8)
+
+        def forward(self, x, skips):
+            return x if self.number in skips else x + torch.tanh(self.linear(x))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(n) for n in range(8))
+
+        def forward(self, x, skips):
+            for block in self.blocks:
+                x = block(x, skips)
+            return x
+
+    skips = ({2, 3, 6}, set())
+
+    def loss(model, rank):
+        return model(torch.randn(2, 8), skips[rank]).square().mean()
+
+    Pair(Model, setting=Setting(stage=3)).train(loss, num_steps=4)
