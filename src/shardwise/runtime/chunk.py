@@ -152,8 +152,8 @@ class Chunk:
 
     def arrive(self) -> None:
         """Wait for the whole chunk and make its parameters plain."""
-        works, self.pending = self.pending, []
-        wait_all(works)
+        wait_all(self.pending)
+        self.pending = []  # only now: what failed must not pass for arrived
         self.move_to(Presence.GATHERED)
         for record in self.records:
             show(record.parameter)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
@@ -25,7 +26,9 @@ if TYPE_CHECKING:
 NoteT = TypeVar("NoteT", str, list[str])
 
 _POSITIVE = 2**61 - 1
-"""Hashes of tuples of integers are the same in every process."""
+
+_LONGEST_SEQUENCE = 2**12
+"""Gathers that are remembered by name: without training nobody agrees, and nothing may pile up."""
 
 _PATIENCE = datetime.timedelta(seconds=10)
 """How long a failed rank waits for the note of another: that one fails soon after it."""
@@ -39,8 +42,9 @@ class Whereabouts:
         self._axis = axis
         self.step = 0
         """Completed steps."""
-        self.gathered: list[Chunk] = []
-        """What was gathered since all ranks last agreed, in order."""
+        self.gathered_print = 0
+        """Differs where ranks have gathered otherwise since they last agreed."""
+        self._gathered: deque[Chunk] = deque(maxlen=_LONGEST_SEQUENCE)
         self._count = 0
         self._what = "start"
         self._chunk: Chunk | None = None
@@ -50,13 +54,20 @@ class Whereabouts:
         self._what, self._chunk = what, chunk
         self._count += 1
 
-    def gathered_print(self) -> int:
-        """Return a number that differs where other chunks were gathered, or in another order."""
-        return hash(tuple(chunk.index for chunk in self.gathered)) & _POSITIVE
+    def note_gather(self, chunk: Chunk) -> None:
+        """Remember a gather for the next agreement."""
+        # hashes of tuples of integers are the same in every process
+        self.gathered_print = hash((self.gathered_print, chunk.index)) & _POSITIVE
+        self._gathered.append(chunk)
+
+    def forget_gathers(self) -> None:
+        """All ranks have agreed on what was gathered."""
+        self.gathered_print = 0
+        self._gathered.clear()
 
     def other_order(self) -> DivergenceError:
         """Return the error for ranks that gathered in different orders. All ranks call it."""
-        everyone = self._exchange([f"gather of {chunk.label}" for chunk in self.gathered])
+        everyone = self._exchange([f"gather of {chunk.label}" for chunk in self._gathered])
         sequences = [sequence for sequence in everyone.values() if sequence is not None]
         longest = max((len(sequence) for sequence in sequences), default=0)
         rows = [[s[i] if i < len(s) else "nothing" for s in sequences] for i in range(longest)]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +26,7 @@ from shardwise.runtime.divergence import explain
 from shardwise.runtime.uses import Segment, UseOrder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Generator, Iterable, Sequence
 
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.divergence import Whereabouts
@@ -98,7 +99,7 @@ class Gatherer:
         self.order.note(chunk)
         chunk.num_pins += 1
         try:
-            with temporarily_clear_interpreter_stack():  # not part of a user's transform
+            with _plainly():
                 if chunk.presence is Presence.RELEASED:
                     self._make_room(chunk, next_use=0)
                     self._start(chunk)
@@ -119,10 +120,14 @@ class Gatherer:
         if chunk.presence is not Presence.GATHERED:
             self.fetch(chunk)
 
-    def pin(self, chunks: Iterable[Chunk]) -> None:
-        """Fetch chunks and keep them until ``unpin``."""
-        for chunk in chunks:
-            self.fetch(chunk)
+    def pin(self, chunks: Sequence[Chunk]) -> None:
+        """Fetch chunks and keep them until ``unpin``; after an error none is kept."""
+        for position, chunk in enumerate(chunks):
+            try:
+                self.fetch(chunk)
+            except BaseException:
+                self.unpin(chunks[:position])
+                raise
             chunk.num_pins += 1
 
     def unpin(self, chunks: Iterable[Chunk]) -> None:
@@ -185,7 +190,7 @@ class Gatherer:
         """Begin to gather a released chunk."""
         buffer_C = self._take(chunk)
         self._whereabouts.note("gather of", chunk)
-        self._whereabouts.gathered.append(chunk)
+        self._whereabouts.note_gather(chunk)
         works = start_all_gather(
             buffer_C,
             self._axis,
@@ -250,6 +255,17 @@ class Gatherer:
             if not self._make_room(chunk, next_use=next_use):
                 return
             self._start(chunk)
+
+
+@contextmanager
+def _plainly() -> Generator[None]:
+    """Make tensors that are part of no function transform, and no inference tensors."""
+    with temporarily_clear_interpreter_stack():
+        if not torch.is_inference_mode_enabled():
+            yield
+        else:
+            with torch.inference_mode(False), torch.no_grad():
+                yield
 
 
 def _is_referred_to_by_one(buffer: torch.Tensor) -> bool:

@@ -318,11 +318,11 @@ class GradientReducer:
                 num_bits=facts.num_bits(self.records, self.chunks),
                 finishing_mask=finishing_mask,
                 step_mask=step_mask,
-                order_print=self._whereabouts.gathered_print(),
+                order_print=self._whereabouts.gathered_print,
             )
         if not verdict.is_same_order:
             raise self._whereabouts.other_order()
-        self._whereabouts.gathered.clear()
+        self._whereabouts.forget_gathers()
         return verdict
 
     @describing

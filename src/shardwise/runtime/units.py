@@ -314,7 +314,7 @@ class _BeforeBackward:
 
         Hooks of one tensor are called in the order of forward, and those of aliases in reverse.
         """
-        if not tensor.requires_grad or is_functorch_wrapped_tensor(tensor):
+        if not tensor.requires_grad or tensor.is_leaf or is_functorch_wrapped_tensor(tensor):
             return tensor
         hooks = tensor._backward_hooks or {}
         if any(isinstance(hook, _BeforeBackward) for hook in hooks.values()):

@@ -65,10 +65,15 @@ def test_a_hybrid_mesh_gathers_inside_the_shard_group() -> None:
 @pytest.mark.world_size(2)
 def test_evaluation_needs_no_training_and_leaves_nothing_behind() -> None:
     """Before the first step, between steps, many times in a row, as text generation does."""
+    for keep in (True, 10_000, False):
+        _evaluate_and_train(keep)
+
+
+def _evaluate_and_train(keep) -> None:
     torch.manual_seed(0)
     plain = Shuffled()
     torch.manual_seed(0)
-    model = sw.shard(Shuffled())
+    model = sw.shard(Shuffled(), reshard_after_forward=keep)
     optimizer = sw.ShardedOptimizer(sgd(model))
     reference = sgd(plain)
     x = torch.randn(2, 6, generator=torch.Generator().manual_seed(1))
@@ -78,7 +83,7 @@ def test_evaluation_needs_no_training_and_leaves_nothing_behind() -> None:
                 for _ in range(3):
                     assert torch.equal(model(x), plain(x))
         [engine] = optimizer._binding.engines()
-        assert engine.residence.gatherer.gathered_bytes == 0
+        assert (engine.residence.gatherer.gathered_bytes == 0) == (keep is True)
         model.eval()
         optimizer.backward(model(x).sum())
         plain(x).sum().backward()
