@@ -46,7 +46,7 @@ class Presence(Enum):
 _MAY_BECOME: dict[Presence, frozenset[Presence]] = {
     Presence.RESIDENT: frozenset({Presence.RELEASED}),
     Presence.RELEASED: frozenset({Presence.GATHERING}),
-    Presence.GATHERING: frozenset({Presence.GATHERED}),
+    Presence.GATHERING: frozenset({Presence.GATHERED, Presence.RELEASED}),
     Presence.GATHERED: frozenset({Presence.RELEASED}),
 }
 
@@ -152,8 +152,8 @@ class Chunk:
 
     def arrive(self) -> None:
         """Wait for the whole chunk and make its parameters plain."""
-        wait_all(self.pending)
-        self.pending = []  # only now: what failed must not pass for arrived
+        works, self.pending = self.pending, []
+        wait_all(works)
         self.move_to(Presence.GATHERED)
         for record in self.records:
             show(record.parameter)
@@ -161,6 +161,11 @@ class Chunk:
                 record.idle_uses = record.num_uses
             record.fill(record.view_in(self.whole_C))
             record.seen_version = record.parameter._version
+
+    def abandon(self) -> None:
+        """Give up a gather that has failed: what is in its buffer must not pass for values."""
+        self.move_to(Presence.RELEASED)
+        self.parameters_C, self.pending = None, []
 
     def let_go(self, *, voids_graphs: bool = False) -> torch.Tensor:
         """Make the parameters absent, keep what was written to them, and return the buffer.

@@ -156,11 +156,12 @@ class Gatherer:
     def release(self, chunk: Chunk) -> None:
         """Make a chunk's parameters absent."""
         if chunk.presence is Presence.GATHERING:
-            self._arrive(chunk)  # its memory is being written to
-        del self._present[chunk]
-        self.gathered_bytes -= chunk.whole_bytes
+            try:
+                self._arrive(chunk)  # its memory is being written to
+            except RuntimeError:  # nobody waits for it; the next communication fails too
+                return
         buffer_C = chunk.let_go(voids_graphs=self.keeps_all)
-        del self._by_storage[buffer_C.untyped_storage()._cdata]
+        self._forget(chunk, buffer_C)
         if _is_referred_to_by_one(buffer_C):
             self._free.setdefault((buffer_C.numel(), buffer_C.dtype), []).append(buffer_C)
 
@@ -208,8 +209,19 @@ class Gatherer:
     def _arrive(self, chunk: Chunk) -> None:
         """Wait for a chunk that is on its way."""
         self._whereabouts.note("wait for", chunk)
-        with explain(self._whereabouts):
-            chunk.arrive()
+        try:
+            with explain(self._whereabouts):
+                chunk.arrive()
+        except BaseException:
+            self._forget(chunk, chunk.whole_C)
+            chunk.abandon()
+            raise
+
+    def _forget(self, chunk: Chunk, buffer_C: torch.Tensor) -> None:
+        """Count a chunk as absent."""
+        del self._present[chunk]
+        del self._by_storage[buffer_C.untyped_storage()._cdata]
+        self.gathered_bytes -= chunk.whole_bytes
 
     def _take(self, chunk: Chunk) -> torch.Tensor:
         """Return memory for a whole chunk."""
