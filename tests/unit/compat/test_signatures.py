@@ -13,9 +13,13 @@ from shardwise.compat.colossalai import (
     ColoDDP,
     LowLevelZeroOptimizer,
     Reducer,
+    ZeroDDP,
     data_parallel,
+    get_static_torch_model,
     low_level_zero,
     reducer,
+    static_model,
+    zero_ddp,
 )
 from shardwise.errors import ConfigurationError
 
@@ -40,6 +44,20 @@ ZERO = {
     "master_weights": True,
 }
 DDP = {"process_group": None, "bucket_cap_mb": 25, "rebuild_bucket": True}
+ZERO_DDP = {
+    "gemini_manager": None,
+    "pin_memory": False,
+    "force_outputs_fp32": False,
+    "strict_ddp_mode": False,
+}
+ZERO_DDP_BY_NAME = {
+    "process_group": None,
+    "mixed_precision": torch.float16,
+    "loss_scale": None,
+    "units": None,
+    "chunk_bytes": None,
+    "reshard_after_forward": True,
+}
 
 
 def defaults(function: object) -> dict[str, object]:
@@ -58,6 +76,10 @@ def test_constructors_take_what_scripts_pass():
     assert list(inspect.signature(ColoDDP).parameters) == ["module", *DDP]
     assert defaults(ColoDDP) == DDP
     assert list(inspect.signature(Reducer).parameters) == ["bucket_size_mb"]
+    arguments = inspect.signature(ZeroDDP).parameters
+    assert list(arguments) == ["module", *ZERO_DDP, *ZERO_DDP_BY_NAME]
+    assert defaults(ZeroDDP) == ZERO_DDP
+    assert {n: arguments[n].default for n in ZERO_DDP_BY_NAME} == ZERO_DDP_BY_NAME
 
 
 def test_methods_take_what_scripts_pass():
@@ -82,6 +104,57 @@ def test_methods_take_what_scripts_pass():
     assert zeroed is False
     calls = inspect.signature(Reducer.all_reduce_async).parameters
     assert list(calls) == ["self", "tensor", "group", "callback_fn"]
+
+
+def test_sharded_modules_take_what_scripts_pass():
+    """Subclass tests, and the arguments of methods in the order of scripts."""
+    assert issubclass(ZeroDDP, ColoDDP)
+    expected = {
+        "backward": ["loss"],
+        "backward_by_grad": ["tensor", "grad"],
+        "zero_grad": ["set_to_none"],
+        "state_dict": ["destination", "prefix", "keep_vars", "only_rank_0", "strict"],
+        "load_state_dict": ["state_dict", "strict", "assign"],
+    }
+    for name, arguments in expected.items():
+        method = getattr(ZeroDDP, name)
+        assert list(inspect.signature(method).parameters) == ["self", *arguments], name
+    saving = {"destination": None, "prefix": "", "keep_vars": False}
+    assert defaults(ZeroDDP.state_dict) == {**saving, "only_rank_0": True, "strict": True}
+    names = list(inspect.signature(get_static_torch_model).parameters)
+    assert names == ["zero_ddp_model", "device", "dtype", "only_rank_0"]
+    assert defaults(get_static_torch_model) == {
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "only_rank_0": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("named", "wrong"),
+    [
+        ("gemini_manager", {"gemini_manager": object()}),
+        ("param_dtype", {"mixed_precision": torch.int8}),
+        ("chunk_bytes", {"chunk_bytes": 0}),
+        ("reshard_after_forward", {"reshard_after_forward": -1}),
+        ("units", {"units": [nn.Conv2d]}),
+        ("units", {"strict_ddp_mode": True, "units": [nn.Linear]}),
+        ("reshard_after_forward", {"strict_ddp_mode": True, "reshard_after_forward": False}),
+    ],
+    ids=str,
+)
+def test_sharded_modules_refuse_what_cannot_work_untouched(named: str, wrong: dict[str, object]):
+    model = nn.Linear(3, 2)
+    with pytest.raises(ConfigurationError, match=named):
+        ZeroDDP(model, **wrong)
+    assert model.weight.dtype is torch.float32
+    assert not hasattr(model.weight, "_shardwise")
+    ZeroDDP(model, None, True)
+
+
+def test_a_manager_is_refused_with_what_to_do_instead():
+    with pytest.raises(ConfigurationError, match=r"pass None.*reshard_after_forward"):
+        ZeroDDP(nn.Linear(3, 2), object())
 
 
 @pytest.mark.parametrize(
@@ -160,7 +233,7 @@ def refuse_offload() -> None:
         settings.make_set_up(optimizer, given)
 
 
-@pytest.mark.parametrize("module", [data_parallel, low_level_zero, reducer])
+@pytest.mark.parametrize("module", [data_parallel, low_level_zero, reducer, static_model, zero_ddp])
 def test_the_examples_run(module: object):
     names = {"torch": torch, "nn": nn}
     result = doctest.testmod(module, extraglobs=names, optionflags=doctest.ELLIPSIS)  # type: ignore[arg-type]

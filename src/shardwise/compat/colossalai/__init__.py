@@ -14,6 +14,7 @@ from __future__ import annotations
 from shardwise.compat.colossalai.data_parallel import ColoDDP
 from shardwise.compat.colossalai.low_level_zero import LowLevelZeroOptimizer
 from shardwise.compat.colossalai.reducer import Reducer
-from shardwise.compat.colossalai.zero_ddp import ZeroDDP, get_static_torch_model
+from shardwise.compat.colossalai.static_model import get_static_torch_model
+from shardwise.compat.colossalai.zero_ddp import ZeroDDP
 
 __all__ = ["ColoDDP", "LowLevelZeroOptimizer", "Reducer", "ZeroDDP", "get_static_torch_model"]

@@ -1,4 +1,4 @@
-"""What enters and leaves a sharded module whole: exact state dicts, and plain copies of it.
+"""What enters and leaves a sharded module whole: state dicts with exact values.
 
 Values are those that an optimizer updates: the float32 masters where parameters are 16-bit. One
 chunk at a time is whole on an accelerator. It knows of no wrapper and of no optimizer.
@@ -6,7 +6,6 @@ chunk at a time is whole on an accelerator. It knows of no wrapper and of no opt
 
 from __future__ import annotations
 
-import copy
 import warnings
 import zlib
 from collections import OrderedDict
@@ -14,17 +13,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
 from shardwise.options import HALF_DTYPES
 from shardwise.runtime.agreement import fingerprints_agree
-from shardwise.runtime.hooks import Hook
-from shardwise.runtime.managed import ATTRIBUTE, ManagedParameter, record_of
+from shardwise.runtime.managed import ManagedParameter, record_of
 from shardwise.shard import engine_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
 
     from torch.nn.modules.module import _IncompatibleKeys
 
@@ -55,9 +53,9 @@ def whole_state(
     Collectives: an all-gather per chunk.
     """
     engine = engine_of(module)
-    _bring_to_rest(engine, "state_dict")
+    bring_to_rest(engine, "state_dict")
     found = module.state_dict(prefix=prefix, keep_vars=True)
-    exact = _exact_values(engine, is_kept=is_kept, device=CPU)
+    exact = exact_values(engine, is_kept=is_kept, device=CPU)
     state: OrderedDict[str, Any] = OrderedDict()
     if not is_kept:
         return state
@@ -72,7 +70,7 @@ def whole_state(
             continue
         if id(value) not in copies:
             record = record_of(value)
-            copies[id(value)] = exact[record] if record in exact else _copied(value, CPU)
+            copies[id(value)] = exact[record] if record in exact else copied_to(value, CPU)
         state[name] = copies[id(value)]
     return state
 
@@ -90,57 +88,24 @@ def load_whole_state(
     Collectives: one all-reduce of two numbers.
     """
     engine = engine_of(module)
-    _bring_to_rest(engine, "load_state_dict")
+    bring_to_rest(engine, "load_state_dict")
     _check_same_on_all_ranks(state_dict, engine)
+    state_dict = _split(state_dict, module)
+    without_axes = {name: _shell(v) for name, v in state_dict.items() if isinstance(v, DTensor)}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="for .*: copying from a non-meta parameter")
-        _stand_in(module).load_state_dict(
-            {name: _without_axes(value) for name, value in state_dict.items()}, strict=strict
-        )
+        # plain shells cannot be copied into from DTensors
+        _stand_in(module).load_state_dict(_changed(state_dict, without_axes), strict=strict)
     result = module.load_state_dict(state_dict, strict=strict)
     if engine.residence is None:
         _write_exactly(module, state_dict, engine)
     return result
 
 
-@torch.no_grad()
-def static_copy(
-    module: nn.Module, *, device: torch.device, dtype: torch.dtype, is_kept: bool
-) -> nn.Module:
-    """Return an unsharded copy of a module; on the meta device where it is not kept.
-
-    Args:
-        module: A sharded module; unchanged.
-        device: Where the copy lies.
-        dtype: Of its floating-point parameters; buffers keep theirs.
-        is_kept: This rank wants the values.
-
-    Collectives: an all-gather per chunk.
-    """
-    engine = engine_of(module)
-    _bring_to_rest(engine, "get_static_torch_model")
-    exact = _exact_values(engine, is_kept=is_kept, device=device)
-    memo: dict[int, Any] = {}
-    for parameter in module.parameters():
-        if not is_kept:
-            value = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        else:
-            record = record_of(parameter)
-            value = exact[record] if record in exact else _copied(parameter, device)
-        value = value.to(dtype) if value.is_floating_point() else value
-        memo[id(parameter)] = nn.Parameter(value, requires_grad=parameter.requires_grad)
-    for buffer in module.buffers():
-        place = device if is_kept else torch.device("meta")
-        memo[id(buffer)] = buffer.detach().to(place, copy=True)
-    twin = copy.deepcopy(module, memo)
-    _forget_sharding(module, twin)
-    return twin
-
-
 # ---------------------------------------------------------------------- values
 
 
-def _bring_to_rest(engine: Engine, call: str) -> None:
+def bring_to_rest(engine: Engine, call: str) -> None:
     """Finish updates in flight and take values that were written by hand into the masters."""
     if engine.residence is not None and engine.residence.gatherer.has_pins:
         raise ShardwiseError(
@@ -155,7 +120,7 @@ def _bring_to_rest(engine: Engine, call: str) -> None:
     engine.values.refresh_changed_masters()
 
 
-def _exact_values(
+def exact_values(
     engine: Engine, *, is_kept: bool, device: torch.device
 ) -> dict[ManagedParameter | None, torch.Tensor]:
     """Return whole copies of what is updated, at least float32. Collectives: see the callers."""
@@ -165,11 +130,11 @@ def _exact_values(
         for record in chunk.records if is_kept else ():
             view = record.view_in(buffer_C)
             place = view.device if isinstance(record.parameter, DTensor) else device
-            values[record] = record.globalise(_copied(view, place, widens=True))
+            values[record] = record.globalise(copied_to(view, place, widens=True))
     return values
 
 
-def _copied(
+def copied_to(
     tensor: torch.Tensor, device: torch.device, *, widens: bool | None = None
 ) -> torch.Tensor:
     """Return a copy on a device; 16-bit parameters become float32."""
@@ -202,6 +167,31 @@ def _check_same_on_all_ranks(state_dict: Mapping[str, Any], engine: Engine) -> N
         )
 
 
+def _split(state_dict: Mapping[str, Any], module: nn.Module) -> Mapping[str, Any]:
+    """Return a state in which whole values of DTensor parameters are DTensors. No collectives."""
+    split: dict[str, torch.Tensor] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        value = state_dict.get(name)
+        if not isinstance(parameter, DTensor) or not isinstance(value, torch.Tensor):
+            continue
+        if not isinstance(value, DTensor) and value.shape == parameter.shape:
+            split[name] = distribute_tensor(
+                value, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
+    return _changed(state_dict, split)
+
+
+def _changed(
+    state_dict: Mapping[str, Any], changes: Mapping[str, torch.Tensor]
+) -> Mapping[str, Any]:
+    """Return a state with some values replaced; it keeps the versions of its modules."""
+    if not changes:
+        return state_dict
+    changed = OrderedDict({**state_dict, **changes})
+    changed.__dict__["_metadata"] = getattr(state_dict, "_metadata", None)
+    return changed
+
+
 def _stand_in(module: nn.Module) -> nn.Module:
     """Return a module without values that loads like this one, hooks included, to no effect."""
     kind = type(module)
@@ -227,11 +217,6 @@ def _shell(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
-def _without_axes(value: Any) -> Any:  # noqa: ANN401 - extra state is any value
-    """Return what stands for a value where DTensors cannot be copied into plain shells."""
-    return _shell(value) if isinstance(value, DTensor) else value
-
-
 def _write_exactly(module: nn.Module, state_dict: Mapping[str, Any], engine: Engine) -> None:
     """Repeat the writes of a load that has rounded values to those of resident parameters."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
@@ -243,23 +228,3 @@ def _write_exactly(module: nn.Module, state_dict: Mapping[str, Any], engine: Eng
         local = record.localise(value)
         if torch.equal(local.to(record.values), record.values):  # else a hook has changed it
             engine.values.write(record, local.to(record.values.device))
-
-
-# ---------------------------------------------------------------------- plain copies
-
-
-def _forget_sharding(module: nn.Module, twin: nn.Module) -> None:
-    """Remove from a copy what sharding has added to the module, so that it can do without."""
-    for part, copied in zip(module.modules(), twin.modules(), strict=True):
-        copied.__dict__.pop(ATTRIBUTE, None)
-        for attribute, key in _own_hooks(part):
-            del copied.__dict__[attribute][key]
-
-
-def _own_hooks(part: nn.Module) -> Iterator[tuple[str, int]]:
-    """Yield where the hooks of sharding are: the attribute of the module, and the key in it."""
-    for attribute, hooks in part.__dict__.items():
-        if attribute.endswith("hooks") and isinstance(hooks, dict):
-            for key, hook in hooks.items():
-                if isinstance(getattr(hook, "hook", hook), Hook):
-                    yield attribute, key

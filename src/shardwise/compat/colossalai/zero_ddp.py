@@ -21,13 +21,12 @@ from shardwise.compat.colossalai.settings import rounded
 from shardwise.compat.colossalai.whole_model import (
     is_first_rank,
     load_whole_state,
-    static_copy,
     whole_state,
 )
 from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
 from shardwise.optimizer.gradients import check_loss
 from shardwise.options import LossScale, MixedPrecision
-from shardwise.runtime.engine import PARAMETER_STAGE
+from shardwise.runtime.topology import PARAMETER_STAGE
 from shardwise.shard import engine_of, shard
 
 if TYPE_CHECKING:
@@ -74,8 +73,9 @@ class ZeroDDP(ColoDDP):
     ``strict_ddp_mode`` 2 + 12/N.
 
     Example:
+        >>> import shardwise as sw
         >>> model = ZeroDDP(nn.Linear(4, 2), force_outputs_fp32=True)
-        >>> optimizer = shardwise.ShardedOptimizer(torch.optim.AdamW(model.parameters()))
+        >>> optimizer = sw.ShardedOptimizer(torch.optim.AdamW(model.parameters()))
         >>> optimizer.backward(model(torch.ones(1, 4)).sum())
         >>> optimizer.step()
         >>> model.state_dict()["weight"].dtype
@@ -245,34 +245,6 @@ class ZeroDDP(ColoDDP):
                 mismatch("assign", expected=False, got=assign, fix="drop it: values are copied")
             )
         return load_whole_state(self.module, state_dict, strict=strict)
-
-
-def get_static_torch_model(
-    zero_ddp_model: ZeroDDP,
-    device: torch.device = torch.device("cpu"),  # noqa: B008 - the signature given
-    dtype: torch.dtype = torch.float32,
-    only_rank_0: bool = True,
-) -> nn.Module:
-    """Return a plain copy of the inner module: its class, unsharded, tied parameters tied.
-
-    Args:
-        zero_ddp_model: Stays as it is.
-        device: Where the copy lies.
-        dtype: Of its floating-point parameters, which are cast from the exact values. Buffers keep
-            theirs.
-        only_rank_0: On other ranks than the first the copy is on the meta device, without values.
-
-    Collectives: an all-gather per chunk.
-
-    Example:
-        >>> model = ZeroDDP(nn.Linear(4, 2))
-        >>> plain = get_static_torch_model(model)
-        >>> type(plain).__name__, plain.weight.dtype
-        ('Linear', torch.float32)
-    """
-    module = zero_ddp_model.module
-    is_kept = not only_rank_0 or is_first_rank(module)
-    return static_copy(module, device=torch.device(device), dtype=dtype, is_kept=is_kept)
 
 
 def _check(module: nn.Module, gemini_manager: object, *, strict_ddp_mode: bool) -> None:
