@@ -21,19 +21,19 @@ def test_five_steps_are_bit_equal(name) -> None:
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", "qwen_moe_by_expert", "switch"])
 def test_chunks_smaller_than_blocks_change_no_bit(name) -> None:
     tiny = TINY[name]
     setting = Setting(stage=3, shard={"chunk_bytes": 4096})
-    Pair(tiny.build, setting=setting).train(tiny.loss, num_steps=5)
+    Pair(tiny.build, setting=setting).train(tiny.loss)
 
 
 @pytest.mark.world_size(2)
-@pytest.mark.parametrize("name", ["gpt2", "llama", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_keeping_blocks_gathered_changes_no_bit(name) -> None:
     tiny = TINY[name]
     setting = Setting(stage=3, shard={"reshard_after_forward": False})
-    Pair(tiny.build, setting=setting).train(tiny.loss, num_steps=5)
+    Pair(tiny.build, setting=setting).train(tiny.loss)
 
 
 RECOMPUTE = {
@@ -51,7 +51,7 @@ def test_checkpointed_activations_change_no_bit(name, way) -> None:
     tiny, (shard, options) = TINY[name], RECOMPUTE[way]
     pair = Pair(tiny.build, setting=Setting(stage=3, shard=shard))
     pair.both(lambda model: model.activation_checkpointing_enable(options))
-    pair.train(tiny.loss, num_steps=5)
+    pair.train(tiny.loss)
 
 
 @pytest.mark.parametrize("name", ["qwen_moe", "switch"])

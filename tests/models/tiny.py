@@ -77,7 +77,7 @@ def qwen_moe(experts: str) -> nn.Module:
 def switch() -> nn.Module:
     """Tied encoder and decoder; experts are modules: those without a token are not called."""
     config = transformers.SwitchTransformersConfig(
-        **_T5, num_experts=8, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1
+        **_T5, num_experts=6, num_sparse_encoder_layers=1, num_sparse_decoder_layers=1
     )
     return transformers.SwitchTransformersForConditionalGeneration(config)
 
