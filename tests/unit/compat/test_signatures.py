@@ -133,7 +133,7 @@ def test_sharded_modules_take_what_scripts_pass():
 @pytest.mark.parametrize(
     ("named", "wrong"),
     [
-        ("gemini_manager", {"gemini_manager": object()}),
+        ("gemini_manager", {"gemini_manager": "a manager"}),
         ("param_dtype", {"mixed_precision": torch.int8}),
         ("chunk_bytes", {"chunk_bytes": 0}),
         ("reshard_after_forward", {"reshard_after_forward": -1}),
