@@ -64,13 +64,16 @@ def agree(
         [sign * number for number in prints for sign in (1, -1)] + [int(is_finishing)],
         dtype=torch.int64,
     )
-    high, low, step_high, step_low, order_high, order_low, any_finishing = all_reduce_scalars(
-        numbers, topology.axes, maximum=True
+    # chunks are gathered inside a shard group: replicas may do so differently
+    all_reduce_scalars(numbers, (topology.shard,), maximum=True)
+    numbers[4] = numbers[4] != -numbers[5]
+    high, low, step_high, step_low, other_order, _, any_finishing = all_reduce_scalars(
+        numbers, (topology.replicate,), maximum=True
     ).tolist()
     mask, differs = (finish, high != -low) if any_finishing else (step_mask, step_high != -step_low)
     if differs:
         mask = _union(mask, num_bits, topology)
-    return Verdict(mask, bool(any_finishing), order_high == -order_low)
+    return Verdict(mask, bool(any_finishing), not other_order)
 
 
 def fingerprints_agree(fingerprint: int, topology: Topology) -> bool:

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.runtime.absent import hide, show
+from shardwise.runtime.absent import describing, hide, show
 from shardwise.runtime.collectives import Waitable, slice_of, wait_all
 
 if TYPE_CHECKING:
@@ -105,6 +105,7 @@ class Chunk:
             record.place(self, slot, pieces.get(slot.index))
             show(record.parameter)
             record.fill(record.view_in(self.parameters_C))
+            record.note_idle()
             self.records.append(record)
 
     # ------------------------------------------------------------------ presence
@@ -157,8 +158,6 @@ class Chunk:
         self.move_to(Presence.GATHERED)
         for record in self.records:
             show(record.parameter)
-            if not record.lingers:
-                record.idle_uses = record.num_uses
             record.fill(record.view_in(self.whole_C))
             record.seen_version = record.parameter._version
 
@@ -166,6 +165,10 @@ class Chunk:
         """Give up a gather that has failed: what is in its buffer must not pass for values."""
         self.move_to(Presence.RELEASED)
         self.parameters_C, self.pending = None, []
+        for record in self.records:
+            show(record.parameter)
+            record.fill(self.parameter_S.new_full((), torch.nan).expand(record.shape))
+            hide(record.parameter)
 
     def let_go(self, *, voids_graphs: bool = False) -> torch.Tensor:
         """Make the parameters absent, keep what was written to them, and return the buffer.
@@ -175,14 +178,23 @@ class Chunk:
         self.move_to(Presence.RELEASED)
         buffer_C, self.parameters_C = self.whole_C, None
         nan = buffer_C.new_full((), torch.nan)
-        changed = [r for r in self.records if r.parameter._version != r.seen_version]
+        changed = [
+            r
+            for r in self.records
+            if r.parameter._version != r.seen_version or not (r.is_disowned or r.lies_in(buffer_C))
+        ]
+        for record in changed:
+            if not record.lies_in(buffer_C) and record.values.dtype == buffer_C.dtype:
+                record.view_in(buffer_C).copy_(record.values)
         if changed:
+            self.num_updates += 1
             self.parameter_S.copy_(slice_of(buffer_C, self._axis.rank, self._axis.size))
         for record in self.records:
-            is_saved = record.num_uses > record.idle_uses
-            record.lingers = is_saved and record.lies_in(buffer_C)
+            record.is_disowned = False
+            record.lingers = record.is_saved and record.lies_in(buffer_C)
             if not record.lingers:
                 record.fill(nan.expand(record.shape))
+                record.note_idle()
         if voids_graphs:
             self.void_graphs()
         for record in self.records:
@@ -192,6 +204,7 @@ class Chunk:
             self.refresh_master(record)
         return buffer_C
 
+    @describing
     def blank(self) -> None:
         """Let go of buffers that parameters kept because a graph had saved the parameters."""
         if self.presence is not Presence.RELEASED:
@@ -200,6 +213,7 @@ class Chunk:
             if record.lingers and record.num_uses <= record.idle_uses:
                 record.lingers = False
                 record.fill(self.parameter_S.new_full((), torch.nan).expand(record.shape))
+                record.note_idle()
 
     def void_graphs(self) -> None:
         """Make backward raise over graphs that have saved the parameters themselves."""

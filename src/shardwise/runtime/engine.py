@@ -47,7 +47,6 @@ if TYPE_CHECKING:
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.materialise import Materialiser
     from shardwise.runtime.topology import Topology
-    from shardwise.runtime.units import Unit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +63,6 @@ class EngineOptions:
     """Parameters are used inside one known module, so that first uses can wait for updates."""
     leaves_stand_ins: bool = True
     """Put a stand-in into ``parameter.grad`` while a reduced gradient is held; else None."""
-    units: tuple[Unit, ...] = ()
-    """Stage 3: modules whose parameters are gathered together."""
     keep_bytes: float = 0
     """Stage 3: gathered bytes to keep between forward and backward; inf keeps all."""
     prefetch_bytes: int | None = None
@@ -180,6 +177,8 @@ class Engine:
             return
         self.reducer.close()
         for record in self.records:
+            if record.holds_stand_in:  # the collector does not see through .grad
+                record.parameter.grad = None
             if not self.options.knows_model and record_of(record.parameter) is record:
                 delattr(record.parameter, ATTRIBUTE)
 
@@ -287,7 +286,7 @@ class Engine:
         members = list(records)
         self.reducer.reset()
         if self.residence is not None:
-            self.residence.rest()
+            self.residence.recover()
         for record in members:
             record.local = None
             if set_to_none:

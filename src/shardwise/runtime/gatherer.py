@@ -82,12 +82,13 @@ class Gatherer:
         self._by_storage: dict[int, Chunk] = {}
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
         self._is_in_backward = False
+        self._is_in_forward = False
 
     # ------------------------------------------------------------------ use
 
     def begin(self, segment: Segment) -> None:
         """Start a forward pass; backward begins with its first use."""
-        self._is_in_backward = False
+        self._is_in_backward, self._is_in_forward = False, True
         self.order.begin(segment)
 
     def fetch(self, chunk: Chunk) -> None:
@@ -96,7 +97,8 @@ class Gatherer:
         if in_backward and not self._is_in_backward:
             self._is_in_backward = True
             self.order.begin(Segment.BACKWARD)
-        self.order.note(chunk)
+        if in_backward or self._is_in_forward:
+            self.order.note(chunk)
         chunk.num_pins += 1
         try:
             with _plainly():
@@ -149,7 +151,9 @@ class Gatherer:
         except NotImplementedError:  # sparse tensors and wrappers have no storage
             return None
         chunk = self._by_storage.get(storage)
-        return chunk if chunk is not None and tensor.dtype == chunk.dtype else None
+        if chunk is None or tensor.dtype != chunk.dtype or tensor.is_neg() or tensor.is_conj():
+            return None
+        return chunk
 
     # ------------------------------------------------------------------ letting go
 
@@ -174,6 +178,7 @@ class Gatherer:
 
     def end_forward(self, *, with_grad: bool) -> None:
         """After the outermost unit: a pass without gradients leaves nothing behind."""
+        self._is_in_forward = False
         if not with_grad and not self.keeps:
             self.release_all()
 

@@ -68,11 +68,14 @@ class GradientHooks:
 
     def _hook(self, record: ManagedParameter, storage: int) -> None:
         """Hook the node that accumulates into one parameter's gradient."""
+        before = record.num_uses
         with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
             alias = record.parameter.view_as(record.parameter).grad_fn
         assert alias is not None
         node = alias.next_functions[0][0]
         assert node is not None
+        del alias
+        record.idle_uses += record.num_uses - before
         record.handle = ShardedGradient(record)
         record.chunk.ensure_master()
         self._nodes[record] = (node, storage)  # the tensor holds its node weakly

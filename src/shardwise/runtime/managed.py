@@ -6,6 +6,7 @@ not carry it along. The record knows its place and the state of its gradient; it
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,8 +60,10 @@ class ManagedParameter:
         """Gradient gathered under no_sync in a wider dtype than the parameter's."""
         self.late: torch.Tensor | None = None
         """Gradient that came after the chunk was sent (recompute of a shared parameter)."""
-        self.idle_uses = 0
-        """References to the parameter that are no saved tensors, when it was gathered."""
+        self.idle_uses = self.idle_references = 0
+        """References from C++ and from Python that are no saved tensors, when it was gathered."""
+        self.is_disowned = False
+        """What was written to the gathered parameter is to be dropped."""
         self.lingers = False
         """A graph saved the absent parameter itself, which therefore keeps its values."""
         self.seen_version = parameter._version
@@ -85,6 +88,11 @@ class ManagedParameter:
         grad = self.parameter.grad
         is_plain = grad is not None and not isinstance(grad, ShardedGradient)
         return is_plain or self.local is not None
+
+    @property
+    def holds_stand_in(self) -> bool:
+        """The parameter's gradient is a stand-in for a reduced one."""
+        return isinstance(self.parameter.grad, ShardedGradient)
 
     @property
     def chunk(self) -> Chunk:
@@ -113,6 +121,18 @@ class ManagedParameter:
         """References that C++ holds to the parameter: its node, and graphs that saved it."""
         parameter: Any = self.parameter
         return parameter._use_count()
+
+    def note_idle(self) -> None:
+        """Count references while no graph can have saved the parameter: it is being released."""
+        self.idle_uses = self.num_uses
+        self.idle_references = sys.getrefcount(self.parameter)
+
+    @property
+    def is_saved(self) -> bool:
+        """True when a graph, or what a user's hooks gave it, may hold the parameter itself."""
+        return (
+            self.num_uses > self.idle_uses or sys.getrefcount(self.parameter) > self.idle_references
+        )
 
     def lies_in(self, buffer_C: torch.Tensor) -> bool:
         """Return whether the values are where packing has put them."""

@@ -74,15 +74,12 @@ class Materialiser:
             (module, name, parameter)
             for module in group
             for name, parameter in module._parameters.items()
-            if parameter is not None and (parameter.is_meta or parameter in self._done)
+            if parameter is not None
         ]
         fresh = {parameter: self._empty(parameter) for _, _, parameter in originals}
         for module, name, parameter in originals:
             module._parameters[name] = fresh[parameter]
-        for module in group:
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_meta:
-                    module._buffers[name] = torch.empty_like(buffer, device=self._device)
+        kept = self._lend_buffers(group)
         try:
             for module in group:
                 initialise = self._init_fn or _reset
@@ -91,12 +88,28 @@ class Materialiser:
         finally:
             for module, name, parameter in originals:
                 module._parameters[name] = parameter
+            for module, name, buffer in kept:
+                module._buffers[name] = buffer
+
+    def _lend_buffers(self, group: list[nn.Module]) -> list[tuple[nn.Module, str, torch.Tensor]]:
+        """Give meta buffers memory; return those with values, which stay as they are."""
+        kept: list[tuple[nn.Module, str, torch.Tensor]] = []
+        for module in group:
+            for name, buffer in module._buffers.items():
+                if buffer is None:
+                    continue
+                if buffer.is_meta:
+                    module._buffers[name] = torch.empty_like(buffer, device=self._device)
+                else:
+                    kept.append((module, name, buffer))
+                    module._buffers[name] = buffer.clone()
+        return kept
 
     def _keep(self, originals: list[tuple[nn.Module, str, nn.Parameter]]) -> None:
         """Remember the values of parameters that had none."""
         for module, name, parameter in originals:
             now = module._parameters[name]
-            if parameter not in self._done and now is not None:
+            if parameter.is_meta and parameter not in self._done and now is not None:
                 self._done.add(parameter)
                 self._values[parameter] = now.detach()
 

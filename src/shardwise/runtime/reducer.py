@@ -335,7 +335,9 @@ class GradientReducer:
             self.on_weighted()
         for chunk in self.chunks:
             chunk.was_read_in_backward = False
-            chunk.is_needed_in_backward = chunk in said.read
+            # all of it got gradients, and none of these depended on values
+            is_never_read = chunk not in said.read and said.used.issuperset(chunk.records)
+            chunk.is_needed_in_backward = not is_never_read
         # first what some rank has sent eagerly, in that order
         rest = [chunk for chunk in self.chunks if chunk not in self._order]
         for chunk in [*self._order, *rest]:

@@ -93,8 +93,7 @@ class Residence:
         Raises:
             ShardwiseError: Inside ``full_parameters``.
         """
-        if self.calls.is_running:
-            return
+        self.calls.unwind()
         if self.gatherer.has_pins:
             raise ShardwiseError(
                 mismatch(
@@ -105,6 +104,11 @@ class Residence:
                 )
             )
         self.gatherer.release_all()
+
+    def recover(self) -> None:
+        """Return to rest, also after a forward pass that was interrupted."""
+        self.calls.unwind()
+        self.rest()
 
     def rest(self) -> None:
         """Release everything that nothing running needs, unless it is kept until a step."""

@@ -7,6 +7,7 @@ unit also lets autograd save handles instead of views.
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ NEIGHBOUR_BYTES = 4 * 2**20
 _USES_PARAMETERS_OF_CHILDREN = (nn.MultiheadAttention,)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Unit:
     """One module and the parameters that its calls need."""
 
@@ -139,9 +140,9 @@ class _Frame:
 
 @dataclass(slots=True)
 class _Attached:
-    """How a unit is watched."""
+    """How a unit is watched; the unit is owned by the hooks of its module."""
 
-    unit: Unit
+    unit: weakref.ref[Unit]
     handles: list[Any] = field(default_factory=list)
 
 
@@ -171,22 +172,26 @@ class UnitCalls:
         if all(unit.module is not root for unit in chosen):
             chosen.insert(0, Unit("", root, (), is_whole=False))
         for unit in chosen:
-            attached = _Attached(unit)
+            attached = _Attached(weakref.ref(unit))
             self._attached.append(attached)
             self._watch(attached)
 
     def follow_compilation(self) -> None:
         """Move hooks of modules that were compiled since out of the compiled code."""
         for attached in self._attached:
-            call = attached.unit.module._compiled_call_impl
+            unit = attached.unit()
+            call = None if unit is None else unit.module._compiled_call_impl
             if call is not None and not isinstance(call, _CompiledCall):
                 self._watch(attached)
 
     def _watch(self, attached: _Attached) -> None:
         """Hook one unit, outside of its compiled code where there is some."""
+        unit = attached.unit()
+        if unit is None:
+            return
         for handle in attached.handles:
             handle.remove()
-        unit, module = attached.unit, attached.unit.module
+        module = unit.module
         if module._compiled_call_impl is not None:
             module._compiled_call_impl = _CompiledCall(self, unit, module._compiled_call_impl)
             attached.handles = []
@@ -232,6 +237,14 @@ class UnitCalls:
         if frame.with_grad and frame.chunks and not self._gatherer.keeps_all:
             return map_tensors(_BeforeBackward(self._gatherer, frame.chunks).watch, output)
         return output
+
+    def unwind(self) -> None:
+        """Leave units that an interrupt has torn down: torch calls no hooks after those."""
+        while self._frames:
+            frame = self._frames.pop()
+            self._gatherer.unpin(frame.chunks)
+            if frame.saving is not None:
+                frame.saving.__exit__(None, None, None)
 
     @staticmethod
     def _chunks_of(unit: Unit) -> Iterable[Chunk]:
@@ -290,9 +303,9 @@ class _CompiledCall:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - any module
         """Gather, call, let go."""
-        self._calls.enter(self._unit)
         output = None
         try:
+            self._calls.enter(self._unit)
             output = self._compiled(*args, **kwargs)
         finally:
             output = self._calls.leave(self._unit, output)

@@ -60,7 +60,10 @@ class ParameterValues:
 
     def write(self, record: ManagedParameter, whole: torch.Tensor) -> None:
         """Store the owned piece of a whole value, exactly in the master. Collectives: none."""
-        chunk = record.chunk
+        chunk, residence = record.chunk, self._engine.residence
+        chunk.num_updates += 1
+        if chunk.presence is Presence.GATHERING and residence is not None:
+            residence.gatherer.release(chunk)  # what is arriving is old
         if chunk.is_whole and not chunk.pending:
             record.values.copy_(whole)
             record.seen_version = record.parameter._version
@@ -99,6 +102,7 @@ class ParameterValues:
         axis = self._engine.topology.shard
         for chunk in {record.chunk: None for record in records}:
             broadcast_from_first(chunk.whole_C, self._engine.topology)
+            chunk.num_updates += 1
             if chunk.presence is not Presence.RESIDENT:
                 chunk.parameter_S.copy_(slice_of(chunk.whole_C, axis.rank, axis.size))
         self.refresh_masters(records)
@@ -108,6 +112,7 @@ class ParameterValues:
         for record in records:
             if record.chunk.presence is Presence.GATHERED:
                 self._engine.reducer.forget(record)
+                record.is_disowned = True
                 record.seen_version = record.parameter._version
 
     @property
@@ -140,7 +145,12 @@ class ParameterValues:
 
         With ``keeps_exact``, a master that rounds to the working value already stays.
         """
-        for record in records:
+        axis = self._engine.topology.shard
+        members = list(records)
+        for chunk in {record.chunk: None for record in members}:
+            if chunk.presence is Presence.GATHERED:
+                chunk.parameter_S.copy_(slice_of(chunk.whole_C, axis.rank, axis.size))
+        for record in members:
             if not record.chunk.pending:
                 record.chunk.refresh_master(record, keeps_exact=keeps_exact)
                 if record.chunk.is_whole:

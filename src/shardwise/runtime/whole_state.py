@@ -51,8 +51,9 @@ class WholeState:
 
     def _begin(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
         """Allow reads of a module's parameters."""
-        if module in self._open:  # left by one that raised
-            self._open.clear()
+        if self._open and all(module is not child for child in self._open[-1].children()):
+            self._open.clear()  # left by a call that raised
+            self._copies.clear()
         self._open.append(module)
 
     def _end(

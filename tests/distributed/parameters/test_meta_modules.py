@@ -92,3 +92,16 @@ def test_modules_without_an_initialiser_are_named_and_init_fn_helps() -> None:
     state = model.state_dict()
     assert state["1.scale"].tolist() == [2.0, 2.0]
     assert state["1.offset"].tolist() == [3.0, 3.0]
+
+
+@pytest.mark.world_size(2)
+def test_values_that_are_there_are_kept() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    model[0].bias = nn.Parameter(torch.full((2,), 7.0))
+    model[1].running_mean = torch.full((2,), 5.0)
+    sw.shard(model)
+    state = model.state_dict()
+    assert state["0.bias"].tolist() == [7.0, 7.0]
+    assert state["1.running_mean"].tolist() == [5.0, 5.0]
+    assert state["1.running_var"].tolist() == [1.0, 1.0]
