@@ -70,7 +70,7 @@ def test_ctrl_c_finishes_the_step_reports_and_exits_130(tmp_path, ranks):
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=TIMEOUT_S)
     finally:
         process.kill()
     assert process.returncode == 130, errors

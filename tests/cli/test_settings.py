@@ -52,7 +52,7 @@ def test_written_toml_reads_back_equal(tmp_path):
         ("[run]\nsteps = 0\n", "run.steps", "greater than or equal to 1 but got 0"),
         ("[run]\nsteps = true\n", "run.steps", "valid integer but got true"),
         ('[run]\nsteps = "3"\n', "run.steps", 'valid integer but got "3"'),
-        ("[shard]\nstage = 7\n", "shard.stage", "0, 1 or 2 but got 7"),
+        ("[shard]\nstage = 7\n", "shard.stage", "0, 1, 2 or 3 but got 7"),
         ('[optimizer]\nlearning_rate = "fast"\n', "optimizer.learning_rate", 'but got "fast"'),
         ("[optimizer]\nlearning_rate = nan\n", "optimizer.learning_rate", "NaN"),
         ("[data]\nvalidation_fraction = 1.0\n", "data.validation_fraction", "less than 1"),
@@ -74,7 +74,7 @@ def test_a_mistake_in_the_file_is_one_line_with_its_path(tmp_path, text, path, s
     ("options", "flag"),
     [
         ({"run.batch": 0}, "--batch"),
-        ({"shard.stage": 3}, "--stage"),
+        ({"shard.stage": 4}, "--stage"),
         ({"shard.precision": "fp8"}, "--precision"),
         ({"model": "huge"}, "--model"),
         ({"optimizer.clip_grad_norm": -1.0}, "--clip-grad-norm"),

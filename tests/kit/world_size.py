@@ -230,6 +230,7 @@ def _rank_environment(rank: int, job: _Job) -> Generator[None]:
         # below the test's own limit, so that the rank that waits can say for what it waits
         timeout=datetime.timedelta(seconds=0.8 * job.timeout_s),
     )
+    dist.barrier()  # a rank that ends at once must not leave others half connected
     yield
     dist.destroy_process_group()
 
