@@ -183,3 +183,21 @@ def test_views_with_a_pending_sign_keep_it() -> None:
         return out + grad.square().sum()
 
     Pair(Signed, sgd, setting=Setting(stage=3)).train(signed_loss)
+
+
+@pytest.mark.world_size(2)
+def test_a_write_while_a_chunk_is_arriving_is_what_forward_uses() -> None:
+    """An early exit leaves gathers that were started ahead; what they bring is old by then."""
+    torch.manual_seed(0)
+    plain = Blocks()
+    model = sw.shard(Blocks(), reshard_after_forward=2000)
+    x = torch.ones(1, 8)
+    for _ in range(2):
+        model(x)
+    model.interrupt = ValueError("enough")
+    with pytest.raises(ValueError, match="enough"):
+        model(x)
+    model.interrupt = None
+    model.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model(x), plain(x))

@@ -103,3 +103,54 @@ def test_a_block_that_some_ranks_skip_inside_a_unit_trains_like_one_process() ->
         return model(torch.randn(2, 8), skips[rank]).square().mean()
 
     Pair(Model, setting=Setting(stage=3)).train(loss, num_steps=4)
+
+
+class Experts(nn.Module):
+    """A block whose experts have chunks of their own; which of them run depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x, chosen):
+        for number in chosen:
+            x = x + torch.tanh(self.experts[number](x))
+        return x
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Experts() for _ in range(4))
+
+    def forward(self, x, chosen):
+        for block in self.blocks:
+            x = block(x, chosen)
+        return x
+
+
+@pytest.mark.world_size(2, timeout_s=40)
+def test_an_expert_may_be_used_late_and_by_one_rank_alone() -> None:
+    pair = Pair(Mixture, setting=Setting(stage=3, shard={"chunk_bytes": 64}))
+    for step in range(6):
+        late = [0, 1] if step >= 3 else [0]
+
+        def loss(model, rank, late=late):
+            return model(torch.randn(2, 8), late if rank == 0 else [2]).square().mean()
+
+        pair.train(loss, num_steps=1)
+
+
+@pytest.mark.world_size(4, timeout_s=40)
+def test_replicas_may_evaluate_unevenly() -> None:
+    """Chunks are gathered inside a shard group: the other group need not do the same."""
+    pair = Pair(Mixture, setting=Setting(stage=3, shard={"shard_size": 2}, run_size=2))
+
+    def loss(model, rank):
+        return model(torch.randn(2, 8), [0, 1, 2]).square().mean()
+
+    for _ in range(3):
+        if dist.get_rank() < 2:
+            with torch.no_grad():
+                pair.model(torch.ones(1, 8), [0])
+        pair.train(loss, num_steps=1)
