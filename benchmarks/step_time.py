@@ -1,4 +1,4 @@
-"""Step time, memory and traffic of stages 0, 1 and 2 beside DistributedDataParallel.
+"""Step time, memory and traffic of every stage beside DistributedDataParallel and FSDP2.
 
 All contestants are alive together, each in its own two processes of one thread, and take turns in
 rounds of a few steps, so that a slow minute of the machine meets all of them. The baseline takes

@@ -71,7 +71,8 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
         gradient_reduction: Gradients are the mean, or the sum, over ranks.
         init_fn: For modules built on the meta device: called with each module that owns parameters
             or buffers without values, children first, to fill these in place. Default: its
-            ``reset_parameters()``. No rank ever holds more than a unit's values.
+            ``reset_parameters()``. One module at a time has values; those whose initialiser reaches
+            into its children together with these.
 
     Returns:
         ``module``.
