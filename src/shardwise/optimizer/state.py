@@ -341,11 +341,9 @@ def _cut(member: Member, value: Any) -> Any:  # noqa: ANN401 - any state value
         return value
     if record is None or is_whole_atom(record) or tuple(value.shape) != tuple(record.shape):
         return value.clone()
-    piece = record.piece
+    piece = record.cut(value)
     assert piece is not None
-    flat = value.new_empty(record.numel)
-    flat.as_strided(record.shape, record.stride).copy_(value)
-    return flat[piece.parameter_start : piece.parameter_start + piece.numel].clone()
+    return piece.clone()
 
 
 def _copy(value: Any) -> Any:  # noqa: ANN401 - any state value

@@ -5,6 +5,7 @@ One chunk at a time: the original storage of a parameter is free as soon as its 
 
 from __future__ import annotations
 
+import math
 import zlib
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -226,11 +227,12 @@ def _layouts(
 ) -> list[ChunkLayout]:
     """Choose the chunks of one family."""
     itemsize = family.param_dtype.itemsize
+    alignment = ALIGNMENT_BYTES // itemsize
     numels = [member.shape.numel() for member in members]
     if policy.chunk_bytes is not None:
         capacity = max(1, policy.chunk_bytes // itemsize)
     elif family.bundle is not None:
-        capacity = max(1, sum(numels) + len(numels) * ALIGNMENT_BYTES)
+        capacity = sum(numels) + sum(math.lcm(alignment, m.atom_numel) for m in members)
     else:
         capacity = choose_capacity(numels, itemsize=itemsize)
     return pack(
@@ -240,7 +242,7 @@ def _layouts(
         ],
         shard_size=topology.shard.size,
         capacity_numel=capacity,
-        alignment_numel=ALIGNMENT_BYTES // itemsize,
+        alignment_numel=alignment,
         slice_multiple=topology.replicate.size,
     )
 

@@ -66,7 +66,7 @@ class EngineOptions:
     keep_bytes: float = 0
     """Stage 3: gathered bytes to keep between forward and backward; inf keeps all."""
     prefetch_bytes: int | None = None
-    """Stage 3: bytes gathered ahead of their use; None allows one chunk."""
+    """Stage 3: bytes gathered ahead of their use; None allows one bundle."""
 
 
 class Engine:

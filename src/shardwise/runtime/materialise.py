@@ -54,7 +54,7 @@ class Materialiser:
     def read(self, record: ManagedParameter) -> torch.Tensor:
         """Return the value of a parameter, initialising modules up to its own; forget it."""
         if not record.parameter.is_meta:
-            return record.parameter.detach()
+            return record.values.detach()
         while record.parameter not in self._values:
             self._initialise(next(self._groups))
         return self._values.pop(record.parameter)

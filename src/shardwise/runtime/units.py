@@ -65,7 +65,7 @@ def find_units(root: nn.Module, kinds: Sequence[type[nn.Module]] | None) -> list
 
     def visit(module: nn.Module, name: str, *, is_repeated: bool) -> None:
         kind = type(original(module))
-        wanted = is_repeated if kinds is None else kind in (kinds or ())
+        wanted = is_repeated if kinds is None else kind in kinds
         if wanted:
             used.add(kind)
             units.append(Unit(name, module, tuple(module.parameters()), is_whole=True))
