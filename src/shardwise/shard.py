@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -21,13 +20,15 @@ from shardwise.runtime.build import PackingPolicy, check_parameters
 from shardwise.runtime.collectives import broadcast_from_first
 from shardwise.runtime.engine import Engine, EngineOptions
 from shardwise.runtime.managed import ATTRIBUTE, record_of
-from shardwise.runtime.materialise import Materialiser, has_meta
+from shardwise.runtime.materialise import Materialiser, device_for, has_meta
 from shardwise.runtime.root import RootHooks
 from shardwise.runtime.topology import PARAMETER_STAGE, Topology, make_topology
 from shardwise.runtime.units import Unit, bundle, find_units
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
+
+    from torch.distributed.device_mesh import DeviceMesh
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -107,15 +108,9 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
     ]
     kinds = None if units is None else tuple(units)
     found = _find_units(module, stage, kinds, reshard_after_forward)
-    if mesh is None and any(isinstance(parameter, DTensor) for _, parameter in named):
-        raise _bad(
-            "mesh",
-            "the data-parallel axis of the mesh that the DTensor parameters lie on",
-            "None",
-            "pass mesh=mesh['dp']",
-        )
+    _check_tensor_parallel(named, mesh)
     is_meta = has_meta(module)
-    device = check_parameters(named, meta_as=_device_for(module, mesh) if is_meta else None)
+    device = check_parameters(named, meta_as=device_for(module, mesh) if is_meta else None)
     materialiser = Materialiser(module, device, init_fn) if is_meta else None
     topology = make_topology(stage=stage, device=device, mesh=mesh, shard_size=shard_size)
     packing = PackingPolicy(
@@ -300,17 +295,25 @@ def _check_arguments(
         raise _bad("module", "one that is not sharded yet", "a sharded one", "call shard once")
 
 
-def _device_for(module: nn.Module, mesh: DeviceMesh | None) -> torch.device:
-    """Return where a module on the meta device comes to lie."""
-    placed = next((p.device for p in module.parameters() if not p.is_meta), None)
-    if placed is not None:
-        return placed
-    kind = mesh.device_type if isinstance(mesh, DeviceMesh) else None
-    accelerator = torch.accelerator.current_accelerator()
-    kind = kind or (accelerator.type if accelerator is not None else "cpu")
-    if kind == "cpu":
-        return torch.device("cpu")
-    return torch.device(kind, torch.accelerator.current_device_index())
+def _check_tensor_parallel(
+    named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh | None
+) -> None:
+    """Refuse DTensor parameters without a data axis, or without values."""
+    split = [parameter for _, parameter in named if isinstance(parameter, DTensor)]
+    if mesh is None and split:
+        raise _bad(
+            "mesh",
+            "the data-parallel axis of the mesh that the DTensor parameters lie on",
+            "None",
+            "pass mesh=mesh['dp']",
+        )
+    if any(parameter.is_meta for parameter in split):
+        raise _bad(
+            "module",
+            "tensor-parallel parameters with values",
+            "DTensors on the meta device",
+            "call module.to_empty(device=...) and initialise it before sharding",
+        )
 
 
 def _keep_bytes(reshard_after_forward: bool | int) -> float:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.errors import ConfigurationError, mismatch
 
@@ -126,6 +127,19 @@ class Materialiser:
 def has_meta(module: nn.Module) -> bool:
     """Return whether some parameter has no values yet."""
     return any(parameter.is_meta for parameter in module.parameters())
+
+
+def device_for(module: nn.Module, mesh: DeviceMesh | None) -> torch.device:
+    """Return where a module on the meta device comes to lie."""
+    placed = next((p.device for p in module.parameters() if not p.is_meta), None)
+    if placed is not None:
+        return placed
+    kind = mesh.device_type if isinstance(mesh, DeviceMesh) else None
+    accelerator = torch.accelerator.current_accelerator()
+    kind = kind or (accelerator.type if accelerator is not None else "cpu")
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.accelerator.current_device_index())
 
 
 def replace_value(parameter: nn.Parameter, value: torch.Tensor) -> None:

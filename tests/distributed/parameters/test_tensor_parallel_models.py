@@ -119,4 +119,8 @@ def test_a_data_axis_must_be_named() -> None:
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     with pytest.raises(sw.ConfigurationError, match=r"mesh=mesh\['dp'\]"):
         sw.shard(split(Model(), mesh["tp"]))
+    with torch.device("meta"):
+        model = Model()
+    with pytest.raises(sw.ConfigurationError, match="DTensors on the meta device"):
+        sw.shard(split(model, mesh["tp"]), mesh=mesh["dp"])
     assert dist.is_initialized()

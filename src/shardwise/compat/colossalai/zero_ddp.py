@@ -26,6 +26,7 @@ from shardwise.compat.colossalai.whole_model import (
 from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
 from shardwise.optimizer.gradients import check_loss
 from shardwise.options import LossScale, MixedPrecision
+from shardwise.runtime.materialise import device_for
 from shardwise.runtime.topology import PARAMETER_STAGE
 from shardwise.shard import engine_of, shard
 
@@ -110,7 +111,7 @@ class ZeroDDP(ColoDDP):
             self.module = shard(
                 module,
                 stage=GRADIENT_STAGE if strict_ddp_mode else PARAMETER_STAGE,
-                mesh=None if group is None else mesh_of(group, 1, _device_of(module)),
+                mesh=None if group is None else mesh_of(group, 1, device_for(module, None)),
                 units=units,
                 mixed_precision=precision,
                 chunk_bytes=chunk_bytes,
@@ -268,12 +269,6 @@ def _check(module: nn.Module, gemini_manager: object, *, strict_ddp_mode: bool) 
                 fix="wrap the module before it is split, or pass strict_ddp_mode=False",
             )
         )
-
-
-def _device_of(module: nn.Module) -> torch.device:
-    """Return where the module lies, or will come to lie."""
-    placed = next((p.device for p in module.parameters() if not p.is_meta), None)
-    return placed or torch.accelerator.current_accelerator() or torch.device("cpu")
 
 
 def _to_be_cast(module: nn.Module) -> Iterator[nn.Parameter]:
