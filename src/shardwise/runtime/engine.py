@@ -34,6 +34,7 @@ from shardwise.runtime.collectives import (
 from shardwise.runtime.divergence import Whereabouts
 from shardwise.runtime.dry import is_dry_run
 from shardwise.runtime.managed import ATTRIBUTE, ManagedParameter, record_of
+from shardwise.runtime.pool import BufferPool
 from shardwise.runtime.reducer import OUTSIDE_BACKWARD, UNSCALED, GradientReducer
 from shardwise.runtime.reduction import Reduction
 from shardwise.runtime.residence import Residence
@@ -111,6 +112,7 @@ class Engine:
         for record in self.records:
             record.is_counted = is_counted(record.parameter, parallel)
         self.whereabouts = Whereabouts(topology.shard)
+        self.pool = BufferPool()
         self.residence: Residence | None = None
         """What brings and releases chunks; None where all are resident."""
         by_record = {r: atoms[r.parameter] for r in self.records if atoms and r.parameter in atoms}
@@ -150,6 +152,7 @@ class Engine:
             self.topology,
             reduction=Reduction(
                 self.topology,
+                self.pool,
                 keeps_whole=self.options.stage == 1,
                 divisor=1 if self.options.sums_gradients else self.topology.size,
             ),

@@ -23,6 +23,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from shardwise.runtime.chunk import Presence
 from shardwise.runtime.collectives import Channel, start_all_gather
 from shardwise.runtime.divergence import explain
+from shardwise.runtime.pool import BufferPool, has_views
 from shardwise.runtime.uses import Segment, UseOrder
 
 if TYPE_CHECKING:
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
     from shardwise.runtime.topology import Axis
 
 OUTSIDE_BACKWARD = -1
-_OWN_REFERENCES = 2
-"""To a storage that one tensor alone refers to: that tensor, and the handle that asks."""
 
 
 class Gatherer:
@@ -46,6 +45,7 @@ class Gatherer:
         axis: Axis,
         *,
         whereabouts: Whereabouts,
+        pool: BufferPool | None = None,
         keep_bytes: float = 0,
         prefetch_bytes: int | None = None,
     ) -> None:
@@ -55,6 +55,7 @@ class Gatherer:
             chunks: All of the engine, in order of definition.
             axis: The shard axis.
             whereabouts: Is told what this rank does, for when ranks do not meet.
+            pool: Where buffers come from and go to; default: one of its own.
             keep_bytes: Gathered bytes to keep where two bundles and prefetch are less; may be inf.
             prefetch_bytes: Bytes that may be gathered ahead of their use; default: one bundle.
         """
@@ -66,6 +67,8 @@ class Gatherer:
         self.prefetch_bytes = ahead
         self.limit_bytes = max(sum(sizes[:2]) + ahead, keep_bytes)
         """Whole chunks take no more than this, unless pinned ones alone do."""
+        self.rest_bytes = max(sum(sizes[:2]), keep_bytes)
+        """What stays between forward and backward, when activations take the most."""
         self.keeps = keep_bytes > 0
         """Chunks stay after a forward pass without gradients."""
         self.keeps_all = math.isinf(keep_bytes)
@@ -78,9 +81,9 @@ class Gatherer:
         self._chunks = list(chunks)
         self._whereabouts = whereabouts
         self._axis = axis
-        self._present: dict[Chunk, None] = {}
+        self._present: dict[Chunk, int] = {}
         self._by_storage: dict[int, Chunk] = {}
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._pool = BufferPool() if pool is None else pool
         self._is_in_backward = False
         self._is_in_forward = False
 
@@ -99,6 +102,10 @@ class Gatherer:
             self.order.begin(Segment.BACKWARD)
         if in_backward or self._is_in_forward:
             self.order.note(chunk)
+        if not chunk.was_asked_late:
+            chunk.was_asked_late = any(record.has_arrived for record in chunk.records)
+        if chunk.overwritten:
+            self.release(chunk)
         chunk.num_pins += 1
         try:
             with _plainly():
@@ -112,14 +119,19 @@ class Gatherer:
         finally:
             chunk.num_pins -= 1
 
-    def read_in_backward(self, chunk: Chunk) -> None:
-        """Return when values that a gradient depends on are there.
+    def read_in_backward(self, chunk: Chunk, start: int, stop: int) -> None:
+        """Return when values that a gradient depends on, elements of a chunk, are there.
 
         Which ranks come here depends on what they computed, so nothing that all ranks must decide
         alike is changed where the chunk is there already.
         """
         chunk.was_read_in_backward = True
-        if chunk.presence is not Presence.GATHERED:
+        is_late = any(
+            record.has_arrived and record.slot.start < stop and start < record.slot.stop
+            for record in chunk.records
+        )
+        chunk.was_asked_late |= is_late
+        if chunk.presence is not Presence.GATHERED or (is_late and chunk.overwritten):
             self.fetch(chunk)
 
     def pin(self, chunks: Sequence[Chunk]) -> None:
@@ -153,7 +165,7 @@ class Gatherer:
         chunk = self._by_storage.get(storage)
         if chunk is None or tensor.dtype != chunk.dtype or tensor.is_neg() or tensor.is_conj():
             return None
-        return chunk
+        return chunk if chunk.holds(storage) else None
 
     # ------------------------------------------------------------------ letting go
 
@@ -165,22 +177,26 @@ class Gatherer:
             except RuntimeError:  # nobody waits for it; the next communication fails too
                 return
         buffer_C = chunk.let_go(voids_graphs=self.keeps_all)
-        self._forget(chunk, buffer_C)
-        if _is_referred_to_by_one(buffer_C):
-            self._free.setdefault((buffer_C.numel(), buffer_C.dtype), []).append(buffer_C)
+        self._forget(chunk)
+        if buffer_C is not None and not has_views(buffer_C):
+            self._pool.give(buffer_C)
 
     def release_all(self) -> None:
         """Release what is not pinned and return the memory of buffers that wait for reuse."""
         for chunk in list(self._present):
             if not chunk.num_pins:
                 self.release(chunk)
-        self._free.clear()
+        self._pool.clear()
 
     def end_forward(self, *, with_grad: bool) -> None:
         """After the outermost unit: a pass without gradients leaves nothing behind."""
         self._is_in_forward = False
         if not with_grad and not self.keeps:
             self.release_all()
+        elif with_grad:
+            self.order.begin(Segment.BACKWARD)
+            self._shrink_to(self.rest_bytes)
+            self._pool.clear()
 
     def end_backward(self) -> None:
         """Leave nothing behind, unless chunks are kept until a step."""
@@ -194,7 +210,7 @@ class Gatherer:
 
     def _start(self, chunk: Chunk) -> None:
         """Begin to gather a released chunk."""
-        buffer_C = self._take(chunk)
+        buffer_C = self._pool.take(chunk.parameter_S, chunk.layout.numel)
         self._whereabouts.note("gather of", chunk)
         self._whereabouts.note_gather(chunk)
         works = start_all_gather(
@@ -205,8 +221,9 @@ class Gatherer:
             own_S=chunk.parameter_S,
         )
         chunk.expect(buffer_C, works)
-        self._by_storage[buffer_C.untyped_storage()._cdata] = chunk
-        self._present[chunk] = None
+        storage = buffer_C.untyped_storage()._cdata
+        self._by_storage[storage] = chunk
+        self._present[chunk] = storage
         self.num_gathers += 1
         self.gathered_bytes += chunk.whole_bytes
         self.peak_bytes = max(self.peak_bytes, self.gathered_bytes)
@@ -218,24 +235,24 @@ class Gatherer:
             with explain(self._whereabouts):
                 chunk.arrive()
         except BaseException:
-            self._forget(chunk, chunk.whole_C)
+            self._forget(chunk)
             chunk.abandon()
             raise
 
-    def _forget(self, chunk: Chunk, buffer_C: torch.Tensor) -> None:
+    def _forget(self, chunk: Chunk) -> None:
         """Count a chunk as absent."""
-        del self._present[chunk]
-        del self._by_storage[buffer_C.untyped_storage()._cdata]
+        storage = self._present.pop(chunk)
+        if self._by_storage.get(storage) is chunk:  # a lent buffer may serve another by now
+            del self._by_storage[storage]
         self.gathered_bytes -= chunk.whole_bytes
-
-    def _take(self, chunk: Chunk) -> torch.Tensor:
-        """Return memory for a whole chunk."""
-        free = self._free.get((chunk.layout.numel, chunk.dtype))
-        return free.pop() if free else chunk.parameter_S.new_empty(chunk.layout.numel)
 
     def _make_room(self, chunk: Chunk, *, next_use: float) -> bool:
         """Release what is used later than ``next_use`` until a chunk fits; False if it does not."""
-        while self.gathered_bytes + chunk.whole_bytes > self.limit_bytes:
+        return self._shrink_to(self.limit_bytes - chunk.whole_bytes, next_use=next_use)
+
+    def _shrink_to(self, limit_bytes: float, *, next_use: float = 0) -> bool:
+        """Release what is used later than ``next_use`` until no more than a limit is gathered."""
+        while self.gathered_bytes > limit_bytes:
             victim = self._victim(next_use)
             if victim is None:
                 return False
@@ -283,11 +300,3 @@ def _plainly() -> Generator[None]:
         else:
             with torch.inference_mode(False), torch.no_grad():
                 yield
-
-
-def _is_referred_to_by_one(buffer: torch.Tensor) -> bool:
-    """Return whether no view of a buffer is left, so that its memory may be reused."""
-    if type(buffer) is not torch.Tensor:  # a dry run has no memory to reuse
-        return False
-    storage = buffer.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) <= _OWN_REFERENCES

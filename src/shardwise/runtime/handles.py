@@ -38,6 +38,12 @@ class ChunkHandle:
         self.offset = view.storage_offset()
         self.update = chunk.num_updates
 
+    @property
+    def extent(self) -> tuple[int, int]:
+        """First and last element of the chunk that the view reaches, the last excluded."""
+        last = sum((s - 1) * d for s, d in zip(self.size, self.stride, strict=True))
+        return self.offset, self.offset + last + 1
+
 
 class SavedViews:
     """Packs and unpacks saved tensors for one gatherer."""
@@ -91,7 +97,8 @@ class SavedViews:
                     fix="run backward before the step, or forward again",
                 )
             )
-        self._gatherer.read_in_backward(chunk)
+        start, stop = saved.extent
+        self._gatherer.read_in_backward(chunk, start, stop)
         assert chunk.presence is Presence.GATHERED
         with torch.no_grad():
             view = chunk.whole_C.as_strided(saved.size, saved.stride, saved.offset)

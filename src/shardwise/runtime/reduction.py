@@ -15,6 +15,8 @@ from shardwise.runtime.collectives import ReduceScatter, all_reduce_in_rank_orde
 
 if TYPE_CHECKING:
     from shardwise.runtime.chunk import Chunk
+    from shardwise.runtime.managed import ManagedParameter
+    from shardwise.runtime.pool import BufferPool
     from shardwise.runtime.topology import Topology
     from shardwise.runtime.worker import Job
 
@@ -22,25 +24,35 @@ if TYPE_CHECKING:
 class Reduction:
     """Gradient buffers and their reduction."""
 
-    def __init__(self, topology: Topology, *, keeps_whole: bool, divisor: int) -> None:
+    def __init__(
+        self, topology: Topology, pool: BufferPool, *, keeps_whole: bool, divisor: int
+    ) -> None:
         """Set what is common to all chunks.
 
         Args:
             topology: The axes to reduce over.
+            pool: Where buffers come from and go to.
             keeps_whole: Stage 1: whole gradient buffers stay until ``release``.
             divisor: Every sum is divided by it: the number of ranks, or 1 for sums.
         """
         self._topology = topology
         self._keeps_whole = keeps_whole
         self.divisor = divisor
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._pool = pool
 
-    def buffer(self, chunk: Chunk) -> torch.Tensor:
-        """Return the chunk's whole gradient buffer [C], making one where there is none."""
+    def buffer(self, chunk: Chunk, arriving: ManagedParameter | None = None) -> torch.Tensor:
+        """Return the chunk's whole gradient buffer [C], making one where there is none.
+
+        A gathered chunk whose values are not needed any more lends its own, if a gradient that has
+        just come asks.
+        """
         buffer_C = chunk.gradients_C
         if buffer_C is None:
+            if arriving is not None and chunk.can_lend(arriving):
+                chunk.gradients_C = chunk.whole_C
+                return chunk.gradients_C
             like = chunk.parameter_S.new_empty(0, dtype=chunk.reduce_dtype)
-            buffer_C = chunk.gradients_C = self._take(like, chunk.layout.numel)
+            buffer_C = chunk.gradients_C = self._pool.take(like, chunk.layout.numel)
         elif self._keeps_whole and _is_inside(chunk.gradient_S, buffer_C):
             # stage 1: the result of the last pass lies in the buffer that this pass fills
             assert chunk.gradient_S is not None
@@ -54,6 +66,8 @@ class Reduction:
         replicate axis.
         """
         buffer_C = self.buffer(chunk)
+        if chunk.is_lent:
+            chunk.spend()
         for record in chunk.records:
             if not record.has_arrived:
                 slot = record.slot
@@ -68,7 +82,7 @@ class Reduction:
             # a native 16-bit sum may overflow where its mean does not
             buffer_C.div_(divisor)
             divisor = 1
-        exchange = ReduceScatter(buffer_C, shard, self._take, key=chunk.index)
+        exchange = ReduceScatter(buffer_C, shard, self._pool.take, key=chunk.index)
         return lambda: self._end(chunk, buffer_C, exchange, divisor)
 
     def release(self, chunk: Chunk) -> None:
@@ -78,7 +92,7 @@ class Reduction:
 
     def end_pass(self) -> None:
         """Return the memory of buffers that wait for reuse."""
-        self._free.clear()
+        self._pool.clear()
 
     def _end(
         self, chunk: Chunk, buffer_C: torch.Tensor, exchange: ReduceScatter, divisor: int
@@ -104,16 +118,7 @@ class Reduction:
         if not stays:
             unused.append(buffer_C)
         for tensor in unused:
-            self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
-
-    def _take(self, like: torch.Tensor, numel: int) -> torch.Tensor:
-        """Return memory for ``numel`` elements, reused within the pass where there is some.
-
-        Called on the thread that runs backward only: memory of another thread's allocator arena
-        would go back to the system, and be faulted in again, at every step.
-        """
-        free = self._free.get((numel, like.dtype))
-        return free.pop() if free else like.new_empty(numel)
+            self._pool.give(tensor)
 
 
 def _place(

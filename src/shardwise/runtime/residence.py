@@ -42,6 +42,7 @@ class Residence:
             engine.chunks,
             engine.topology.shard,
             whereabouts=engine.whereabouts,
+            pool=engine.pool,
             keep_bytes=options.keep_bytes,
             prefetch_bytes=options.prefetch_bytes,
         )

@@ -1,0 +1,41 @@
+"""Memory of chunk-sized and slice-sized buffers, kept for reuse until a pass ends."""
+
+from __future__ import annotations
+
+import torch
+
+_OWN_REFERENCES = 2
+"""To a storage that one tensor alone refers to: that tensor, and the handle that asks."""
+
+
+class BufferPool:
+    """Buffers that nothing refers to any more, by length and dtype.
+
+    Memory is taken on the thread that runs backward only: that of another thread's allocator arena
+    would go back to the system, and be faulted in again, at every step.
+    """
+
+    def __init__(self) -> None:
+        """Hold nothing."""
+        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+
+    def take(self, like: torch.Tensor, numel: int) -> torch.Tensor:
+        """Return uninitialised memory like a tensor's, of a number of elements."""
+        free = self._free.get((numel, like.dtype))
+        return free.pop() if free else like.new_empty(numel)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Keep a buffer that its user is done with."""
+        self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
+
+    def clear(self) -> None:
+        """Return the memory."""
+        self._free.clear()
+
+
+def has_views(buffer: torch.Tensor, *, known: int = 0) -> bool:
+    """Return whether more than a known number of other tensors may share a buffer's memory."""
+    if type(buffer) is not torch.Tensor:  # a dry run has no memory to reuse
+        return True
+    storage = buffer.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) > _OWN_REFERENCES + known
