@@ -41,8 +41,9 @@ class ChunkHandle:
     @property
     def extent(self) -> tuple[int, int]:
         """First and last element of the chunk that the view reaches, the last excluded."""
-        last = sum((s - 1) * d for s, d in zip(self.size, self.stride, strict=True))
-        return self.offset, self.offset + last + 1
+        last = sum((int(s) - 1) * d for s, d in zip(self.size, self.stride, strict=True))
+        start = int(self.offset)
+        return start, start + last + 1
 
 
 class SavedViews:
