@@ -6,11 +6,14 @@ The rules that keep a device copy correct:
   writes the source, or reads what the target held before.
 - It starts after the copies it depends on, on whatever stream they are.
 - Each direction has a stream of its own: the device copies both ways at once.
-- ``torch.Stream`` and ``torch.Event`` are what every accelerator of torch has; nothing is CUDA only.
+- An entered stream remembers what was current before it, so one thread at a time enters it.
+
+``torch.Stream`` and ``torch.Event`` are what every accelerator of torch has: nothing is CUDA only.
 """
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -31,6 +34,7 @@ class Streams:
         self._device = device
         self._inward = torch.Stream(device)
         self._outward = torch.Stream(device)
+        self._lock = threading.Lock()
 
     def mark(self) -> torch.Event:
         """Return an event behind everything that the current stream has queued."""
@@ -39,17 +43,19 @@ class Streams:
     def copy(self, source: Block, target: Block, *, after: Iterable[Arrival]) -> torch.Event:
         """Queue a copy behind ``after``; return the event of its arrival. The host goes on."""
         stream = self._inward if target.tier.device == self._device else self._outward
-        for arrival in after:
-            arrival.wait(stream)
-        with stream:
-            as_bytes(target.tensor).copy_(as_bytes(source.tensor), non_blocking=True)
-        return stream.record_event()
+        with self._lock:
+            for arrival in after:
+                arrival.wait(stream)
+            with stream:
+                as_bytes(target.tensor).copy_(as_bytes(source.tensor), non_blocking=True)
+            return stream.record_event()
 
     def copy_through_host(self, source: Block, target: Block) -> None:
         """Copy between the device and a file; returns when the bytes are there.
 
         The caller has let the device finish what comes before.
         """
-        with self._outward, source.tier.open_pieces(source) as pieces:
+        stream = torch.Stream(self._device)
+        with stream, source.tier.open_pieces(source) as pieces:
             target.tier.write_pieces(target, pieces)
-        self._outward.synchronize()
+        stream.synchronize()
