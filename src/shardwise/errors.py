@@ -5,6 +5,7 @@
     ShardwiseError (RuntimeError)          misuse: the state is as it was before the call
       ConfigurationError (ValueError)      an argument, or a combination of them, that cannot work
       LayoutError (ValueError)             sizes that cannot be packed into chunks and slices
+      BudgetError (MemoryError)            bytes that do not fit into a tier: nothing was changed
       DivergenceError                      ranks that went different ways and no longer meet
 
 A message reads ``<what> expected <X> but got <Y> (<where>); <what to do next>.``
@@ -23,6 +24,10 @@ class ConfigurationError(ShardwiseError, ValueError):
 
 class LayoutError(ShardwiseError, ValueError):
     """Sizes that cannot be packed into chunks and slices."""
+
+
+class BudgetError(ShardwiseError, MemoryError):
+    """More bytes than a tier may hold: raised before anything changes."""
 
 
 class DivergenceError(ShardwiseError):

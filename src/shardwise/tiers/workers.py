@@ -1,0 +1,92 @@
+"""Run copies on a few threads, each after the copies it depends on.
+
+Memory and files have threads of their own, so a slow disk never holds up a copy to the accelerator.
+Threads start with the first copy that needs them.
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from shardwise.errors import ShardwiseError, mismatch
+from shardwise.tiers.tier import Lane
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from shardwise.tiers.transfer import Transfer
+
+
+class WorkerScheduler:
+    """Runs a copy as soon as it may, on a thread of its lane."""
+
+    def __init__(self, *, num_memory_workers: int = 2, num_file_workers: int = 4) -> None:
+        """Start no thread yet.
+
+        Args:
+            num_memory_workers: Copies within memory at once; two cores saturate most machines.
+            num_file_workers: Reads and writes at once; the call waits for the device, not the CPU.
+        """
+        self._pools = {
+            Lane.MEMORY: ThreadPoolExecutor(num_memory_workers, "shardwise-memory-copies"),
+            Lane.FILE: ThreadPoolExecutor(num_file_workers, "shardwise-file-copies"),
+        }
+        self._changed = threading.Condition()
+        self._num_blockers: dict[Transfer, int] = {}
+        """Of every copy that has not run: how many it still waits for."""
+        self._followers: dict[Transfer, list[Transfer]] = {}
+        self._is_closed = False
+
+    def submit(self, transfer: Transfer, after: Sequence[Transfer]) -> None:
+        """Run the copy once those before it have run."""
+        with self._changed:
+            if self._is_closed:
+                raise ShardwiseError(
+                    mismatch(
+                        "copy",
+                        expected="open tiers",
+                        got=f"{transfer!r} after close()",
+                        fix="copy before the tiers are closed",
+                    )
+                )
+            blockers = [earlier for earlier in after if earlier in self._num_blockers]
+            self._num_blockers[transfer] = len(blockers)
+            for earlier in blockers:
+                self._followers.setdefault(earlier, []).append(transfer)
+        if not blockers:
+            self._start(transfer)
+
+    def finish(self, transfer: Transfer) -> None:
+        """Wait for the thread that runs it."""
+        transfer.wait_until_run()
+
+    def close(self) -> None:
+        """Wait for all copies and end the threads."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.wait_for(lambda: not self._num_blockers)
+        for pool in self._pools.values():
+            pool.shutdown()
+
+    def _start(self, transfer: Transfer) -> None:
+        """Hand a copy without blockers to its lane; one that only queues device work runs here."""
+        if transfer.lane is None:
+            self._run(transfer)
+        else:
+            self._pools[transfer.lane].submit(self._run, transfer)
+
+    def _run(self, transfer: Transfer) -> None:
+        """Run a copy, then start those that waited for it alone."""
+        transfer.run()
+        ready = []
+        with self._changed:
+            del self._num_blockers[transfer]
+            for follower in self._followers.pop(transfer, []):
+                self._num_blockers[follower] -= 1
+                if not self._num_blockers[follower]:
+                    ready.append(follower)
+            self._changed.notify_all()
+        for follower in ready:
+            self._start(follower)
