@@ -5,6 +5,7 @@
     ShardwiseError (RuntimeError)          misuse: the state is as it was before the call
       ConfigurationError (ValueError)      an argument, or a combination of them, that cannot work
       LayoutError (ValueError)             sizes that cannot be packed into chunks and slices
+      BudgetError                          a tier that cannot hold what training needs of it
       DivergenceError                      ranks that went different ways and no longer meet
 
 A message reads ``<what> expected <X> but got <Y> (<where>); <what to do next>.``
@@ -23,6 +24,10 @@ class ConfigurationError(ShardwiseError, ValueError):
 
 class LayoutError(ShardwiseError, ValueError):
     """Sizes that cannot be packed into chunks and slices."""
+
+
+class BudgetError(ShardwiseError):
+    """A tier cannot hold what training needs of it: raised before any of it is allocated."""
 
 
 class DivergenceError(ShardwiseError):
