@@ -163,11 +163,16 @@ class _Row:
             if chunk.update_bytes
         ]
         self.parts = [*working, *updates]
-        self.num_working = len(working)
         self._chunks = chunks
-        self._pace = pace
         self._ends = [0, *accumulate(part.size_bytes for part in self.parts)]
         self.working_bytes = self._ends[len(working)]
+        self._staging = {
+            (has_updates_away, uses_disk): bound_staging(
+                chunks, pace, has_updates_away=has_updates_away, uses_disk=uses_disk
+            )
+            for has_updates_away in (False, True)
+            for uses_disk in (False, True)
+        }
 
     def kept_updates_bytes(self, cuts: _Cuts) -> int:
         """Return what updates take on the accelerator."""
@@ -175,10 +180,8 @@ class _Row:
 
     def staging(self, num_kept: int, *, uses_disk: bool = False) -> Staging:
         """Return the bytes of copies."""
-        has_updates_away = any(part.is_update for part in self.parts[num_kept:][-1:])
-        return bound_staging(
-            self._chunks, self._pace, has_updates_away=has_updates_away, uses_disk=uses_disk
-        )
+        has_updates_away = num_kept < len(self.parts) and self.parts[-1].is_update
+        return self._staging[has_updates_away, uses_disk]
 
     def accelerator_bytes(self, num_kept: int) -> int:
         """Return what keeping the first parts takes there."""

@@ -72,16 +72,19 @@ def bound_staging(
         uses_disk: Some slice lies on disk; it passes through host memory on its way.
     """
     gradients = _largest((c.gradient_bytes for c in chunks), pace.depth + 1)
-    updates = _largest((c.update_bytes + c.working_bytes for c in chunks), 2 * pace.depth + 1)
+    updates = [c.update_bytes + c.working_bytes for c in chunks]
     on_accelerator = on_host = 0
     if has_updates_away:
         on_accelerator += gradients
         if pace.update_tier is Tier.ACCELERATOR:
-            on_accelerator += updates
+            on_accelerator += _largest(updates, 2 * pace.depth + 1)
         else:
             on_host += _largest((c.working_bytes for c in chunks), pace.depth + 1)
     if uses_disk:
-        on_host = updates + gradients + _working_in_flight(chunks, pace.prefetch_bytes)
+        # One more than the pipeline holds: a fetch that nothing hides, and the way back, share a
+        # moment.
+        on_host = _largest([*updates, max(updates, default=0)], 2 * pace.depth + 2)
+        on_host += gradients + _working_in_flight(chunks, pace.prefetch_bytes)
     return Staging(on_accelerator, on_host)
 
 

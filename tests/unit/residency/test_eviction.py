@@ -54,7 +54,7 @@ def least_gathers(uses: tuple[int, ...], capacity: int) -> int:
     return best(0, frozenset())
 
 
-@settings(max_examples=200)
+@settings(max_examples=100, deadline=None)
 @given(uses=USES, capacity=st.integers(1, 4), prefetch_bytes=st.integers(0, 5))
 def test_no_choice_of_victims_needs_fewer_gathers(
     uses: list[int], capacity: int, prefetch_bytes: int
@@ -65,7 +65,7 @@ def test_no_choice_of_victims_needs_fewer_gathers(
     assert len(gathers) == least_gathers(tuple(uses), capacity)
 
 
-@settings(max_examples=300)
+@settings(max_examples=150, deadline=None)
 @given(training_steps(), st.data())
 def test_looking_ahead_adds_no_gather_and_stays_below_the_limit(trace: Trace, data) -> None:
     sizes = [chunk.whole_bytes for chunk in trace.chunks]
@@ -82,6 +82,7 @@ def test_looking_ahead_adds_no_gather_and_stays_below_the_limit(trace: Trace, da
     assert all(g.after_moment == g.before_moment < g.until_moment for g in on_demand)
 
 
+@settings(deadline=None)
 @given(training_steps(), st.data())
 def test_every_read_finds_its_chunk_whole_and_no_gather_outlives_an_update(
     trace: Trace, data

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise import LayoutError
@@ -16,6 +16,7 @@ from tests.unit.residency.kit import same_size_trace, training_step, training_st
 ORDERS = st.lists(st.integers(0, 4), min_size=1, max_size=15)
 
 
+@settings(deadline=None)
 @given(ORDERS, st.data())
 def test_the_next_use_is_found_around_the_end_of_the_step(uses: list[int], data) -> None:
     trace = same_size_trace(uses, repeats=True)
@@ -27,6 +28,7 @@ def test_the_next_use_is_found_around_the_end_of_the_step(uses: list[int], data)
         assert trace.next_read(chunk, at=at) == expected
 
 
+@settings(deadline=None)
 @given(ORDERS)
 def test_a_pass_is_foreseen_as_a_recorded_order_does(uses: list[int]) -> None:
     apart = [chunk for i, chunk in enumerate(uses) if i == 0 or uses[i - 1] != chunk]
@@ -43,6 +45,7 @@ def test_a_pass_is_foreseen_as_a_recorded_order_does(uses: list[int]) -> None:
                     assert trace.next_read(other, at=at) == order.next_use(name)
 
 
+@settings(deadline=None)
 @given(training_steps())
 def test_nothing_gathered_is_of_use_after_an_update(trace: Trace) -> None:
     update = min(i for i, m in enumerate([*trace.moments, None]) if not m or m[1] is Segment.UPDATE)
