@@ -3,6 +3,7 @@
 Integers only; nothing here knows of tensors, dtypes or processes.
 """
 
+from shardwise.layout.common_size import search_chunk_size
 from shardwise.layout.packing import ChunkLayout, Item, Piece, Slot, pack
 from shardwise.layout.search import choose_capacity, search_chunk_numel
 
@@ -14,4 +15,5 @@ __all__ = [
     "choose_capacity",
     "pack",
     "search_chunk_numel",
+    "search_chunk_size",
 ]

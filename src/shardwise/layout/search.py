@@ -72,7 +72,7 @@ def search_chunk_numel(
         )
     candidates = range(start, start + range_numel + 1, interval_numel)
     waste, chunk_numel = min(
-        (sum(_unused(family, size) for family in families), size) for size in candidates
+        (sum(unused_numel(family, size) for family in families), size) for size in candidates
     )
     return chunk_numel, waste
 
@@ -95,7 +95,7 @@ def choose_capacity(sizes: Sequence[int], *, itemsize: int) -> int:
     return chunk_numel
 
 
-def _unused(sizes: Sequence[int], chunk_numel: int) -> int:
+def unused_numel(sizes: Sequence[int], chunk_numel: int) -> int:
     """Return how many elements a greedy in-order fill without splitting leaves unused."""
     unused = 0
     left = 0
