@@ -12,14 +12,21 @@ The loop, the numbers and the checkpoints stay those of plain PyTorch::
 
 from __future__ import annotations
 
-from shardwise.errors import ConfigurationError, DivergenceError, LayoutError, ShardwiseError
+from shardwise.errors import (
+    BudgetError,
+    ConfigurationError,
+    DivergenceError,
+    LayoutError,
+    ShardwiseError,
+)
 from shardwise.optimizer import ShardedOptimizer
-from shardwise.options import LossScale, MixedPrecision
+from shardwise.options import LossScale, MixedPrecision, StaticOffload
 from shardwise.shard import full_gradient, full_parameters, no_sync, shard
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BudgetError",
     "ConfigurationError",
     "DivergenceError",
     "LayoutError",
@@ -27,6 +34,7 @@ __all__ = [
     "MixedPrecision",
     "ShardedOptimizer",
     "ShardwiseError",
+    "StaticOffload",
     "full_gradient",
     "full_parameters",
     "no_sync",

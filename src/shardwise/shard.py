@@ -15,12 +15,13 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
-from shardwise.options import MixedPrecision
+from shardwise.options import MixedPrecision, StaticOffload
 from shardwise.runtime.build import PackingPolicy, check_parameters
 from shardwise.runtime.collectives import broadcast_from_first
 from shardwise.runtime.engine import Engine, EngineOptions
 from shardwise.runtime.managed import ATTRIBUTE, record_of
 from shardwise.runtime.materialise import Materialiser, device_for, has_meta
+from shardwise.runtime.offload import check_offload
 from shardwise.runtime.root import RootHooks
 from shardwise.runtime.topology import PARAMETER_STAGE, Topology, make_topology
 from shardwise.runtime.units import Unit, bundle, find_units
@@ -45,6 +46,7 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
     reshard_after_forward: bool | int = True,
     ignored: Iterable[nn.Parameter] = (),
     gradient_reduction: Literal["mean", "sum"] = "mean",
+    offload: StaticOffload | None = None,
     init_fn: Callable[[nn.Module], object] | None = None,
 ) -> ModuleT:
     """Shard the training state of a module over the data-parallel ranks, in place.
@@ -70,6 +72,9 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
             autograd else saves handles of parameters), an int keeps up to that many bytes.
         ignored: Parameters of the module to leave alone: not broadcast, reduced or sharded.
         gradient_reduction: Gradients are the mean, or the sum, over ranks.
+        offload: What rests in host memory or on disk between uses. Updates run where the state
+            lies: its gradients leave the accelerator as they are reduced, updated parameters
+            return. None keeps everything on the accelerator.
         init_fn: For modules built on the meta device: called with each module that owns parameters
             or buffers without values, children first, to fill these in place. Default: its
             ``reset_parameters()``. One module at a time has values; those whose initialiser reaches
@@ -126,6 +131,7 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
         sums_gradients=gradient_reduction == "sum",
         knows_model=True,
         keep_bytes=_keep_bytes(reshard_after_forward),
+        offload=check_offload(offload, stage=stage),
     )
     engine = Engine(named, topology, options, materialiser=materialiser)
     if materialiser is not None:

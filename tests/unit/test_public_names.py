@@ -5,6 +5,7 @@ from __future__ import annotations
 import shardwise
 
 PUBLIC_NAMES = [
+    "BudgetError",
     "ConfigurationError",
     "DivergenceError",
     "LayoutError",
@@ -12,6 +13,7 @@ PUBLIC_NAMES = [
     "MixedPrecision",
     "ShardedOptimizer",
     "ShardwiseError",
+    "StaticOffload",
     "full_gradient",
     "full_parameters",
     "no_sync",

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigurationError, mismatch
-from shardwise.layout import Item
+from shardwise.optimizer.pieces import shape_piece
+from shardwise.optimizer.resting import RestingState, stand_in
 from shardwise.runtime.managed import ManagedParameter, record_of
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Binding:
         self._pieces: dict[ManagedParameter, nn.Parameter] = {}
         self._plans: dict[Chunk | None, list[list[nn.Parameter]]] = {}
         self._served: set[Engine] = set()
+        self.resting = RestingState(optimizer, self.piece)
 
     def add_group(self, parameters: list[nn.Parameter]) -> None:
         """Bind the parameters of the next group."""
@@ -86,12 +88,18 @@ class Binding:
             if record.piece is None:
                 self._pieces.pop(record, None)
                 continue
-            known = self._pieces.get(record)
-            update_S = record.chunk.update_S
-            storage = update_S.untyped_storage()._cdata
+            known, own = self._pieces.get(record), record.chunk.own
+            if not own.is_update_at_hand:
+                values = stand_in(record, own.update_dtype)
+                if known is None:
+                    self._pieces[record] = nn.Parameter(values)
+                else:
+                    known.data = values
+                continue
+            storage = own.update_S.untyped_storage()._cdata
             if known is not None and known.untyped_storage()._cdata == storage:
                 continue
-            piece = make_piece(record, update_S)
+            piece = nn.Parameter(shape_piece(record, own.update_S).detach())
             self._pieces[record] = piece
             if known is not None and known in state:
                 state[piece] = state.pop(known)
@@ -116,26 +124,6 @@ class Binding:
             return of_chunk
         left_out = self._plans.get(None, empty)
         return [a + b for a, b in zip(of_chunk, left_out, strict=True)]
-
-
-def make_piece(record: ManagedParameter, slice_S: torch.Tensor) -> nn.Parameter:
-    """Return the optimizer's view of a parameter's piece: 1-D, or shaped if never cut."""
-    return nn.Parameter(shape_piece(record, slice_S).detach())
-
-
-def shape_piece(record: ManagedParameter, slice_S: torch.Tensor) -> torch.Tensor:
-    """Return the owned piece in a slice, with the parameter's shape where its atom is the whole."""
-    piece = record.piece
-    assert piece is not None
-    if is_whole_atom(record):
-        start = slice_S.storage_offset() + piece.slice_start
-        return slice_S.as_strided(record.shape, record.stride, start)
-    return slice_S.narrow(0, piece.slice_start, piece.numel)
-
-
-def is_whole_atom(record: ManagedParameter) -> bool:
-    """Return whether the parameter may never be cut."""
-    return Item(index=0, numel=record.numel, atom_numel=record.atom_numel).is_whole
 
 
 def check_members(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:

@@ -14,6 +14,7 @@ from shardwise.optimizer.binding import Binding, check_members
 from shardwise.runtime.build import PackingPolicy, check_parameters
 from shardwise.runtime.engine import Engine, EngineOptions
 from shardwise.runtime.managed import record_of
+from shardwise.runtime.offload import check_offload
 from shardwise.runtime.topology import PARAMETER_STAGE, make_topology
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shardwise.options import MixedPrecision
+    from shardwise.options import MixedPrecision, StaticOffload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,8 @@ class SetUp:
     """Dtypes and masters."""
     chunk_bytes: int | None = None
     """Capacity of a chunk."""
+    offload: StaticOffload | None = None
+    """What rests off the accelerator."""
     atom: Atom | None = None
     """What a cut may not split."""
     leaves_stand_ins: bool = True
@@ -45,7 +48,7 @@ class SetUp:
 
     def given(self) -> list[str]:
         """Return the names of settings that only matter for unmanaged parameters."""
-        names = ("stage", "mesh", "shard_size", "mixed_precision", "chunk_bytes")
+        names = ("stage", "mesh", "shard_size", "mixed_precision", "chunk_bytes", "offload")
         return [name for name in names if getattr(self, name) is not None]
 
 
@@ -229,6 +232,7 @@ def _make_engine(
                 precision=options.mixed_precision, chunk_bytes=options.chunk_bytes
             ),
             leaves_stand_ins=options.leaves_stand_ins,
+            offload=check_offload(options.offload, stage=options.stage),
         ),
         atoms=atoms_of(parameters, atom),
     )

@@ -20,7 +20,7 @@ from shardwise.optimizer.gradients import Gradients, check_clip, check_loss, cli
 from shardwise.optimizer.setup import SetUp, bind_group, set_up
 from shardwise.optimizer.state import StateExchange
 from shardwise.optimizer.stepping import Factors, Stepper
-from shardwise.options import HALF_DTYPES, LossScale, MixedPrecision
+from shardwise.options import HALF_DTYPES, LossScale, MixedPrecision, StaticOffload
 from shardwise.runtime.loss_scaling import LossScaler
 from shardwise.runtime.norms import check_norm_type
 
@@ -52,6 +52,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         norm_type: The p of that norm, positive or inf.
         mixed_precision: As in ``shard``, for parameters that are not sharded yet.
         chunk_bytes: As in ``shard``, for parameters that are not sharded yet.
+        offload: As in ``shard``, for parameters that are not sharded yet.
         atom: What a cut over ranks may not split: "element", "parameter" or a number of elements.
             Default: "parameter" for Muon and Adafactor, else "element".
 
@@ -83,6 +84,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         norm_type: float = 2.0,
         mixed_precision: MixedPrecision | None = None,
         chunk_bytes: int | None = None,
+        offload: StaticOffload | None = None,
         atom: Atom | None = None,
     ) -> None:
         self._max_norm = check_clip(clip_grad_norm)
@@ -93,6 +95,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             shard_size=shard_size,
             mixed_precision=mixed_precision,
             chunk_bytes=chunk_bytes,
+            offload=offload,
             atom=atom,
         )
         self._become(optimizer, set_up(optimizer, options), options)
@@ -286,6 +289,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._stepper.step(Factors(divisors, coefficient))
         finally:
             for engine in divisors:
+                engine.settle_moves()
                 if not engine.options.knows_model:
                     engine.values.settle()
         return loss
@@ -366,6 +370,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scaler = self._gradients.scaler
         if scaler is not None and extra.get("loss_scaler") is not None:
             scaler.load_state_dict(extra["loss_scaler"])
+        for engine in self._binding.engines():
+            for chunk in engine.chunks:
+                self._binding.resting.adopt(chunk)
         self._exchange().load_masters(extra.get("masters", {}))
 
     def _exchange(self) -> StateExchange:

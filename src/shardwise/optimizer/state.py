@@ -7,6 +7,7 @@ counter) is the same on every owner.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shardwise.errors import ConfigurationError, mismatch
-from shardwise.optimizer.binding import Binding, Member, is_whole_atom
+from shardwise.optimizer.pieces import is_whole_atom
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from shardwise.optimizer.binding import Binding, Member
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.engine import Engine
     from shardwise.runtime.loss_scaling import LossScaler
@@ -113,7 +115,14 @@ class StateExchange:
             state = self._optimizer.state.get(piece) if piece is not None else None
             if record.engine is not engine or not state:
                 continue
-            mine[index] = {name: self._describe(record, value) for name, value in state.items()}
+            # what no cut goes through is described by its values
+            needs_values = is_whole_atom(record)
+            with (
+                self._binding.resting.at_hand(record.chunk, is_changed=False)
+                if needs_values
+                else nullcontext()
+            ):
+                mine[index] = {k: self._describe(record, value) for k, value in state.items()}
         axis = engine.topology.shard
         everyone: list[dict[int, _Entry]] = [mine]
         if axis.group is not None:
@@ -159,7 +168,8 @@ class StateExchange:
             },
             key=str,
         )
-        gathered = {kind: self._gather_state(chunk, indices, *kind) for kind in kinds}
+        with self._binding.resting.at_hand(chunk, is_changed=False):
+            gathered = {kind: self._gather_state(chunk, indices, *kind) for kind in kinds}
         counters = _one_element_counters(entries)
         for record, index in indices.items():
             for name, kind in entries[index].items():
@@ -176,7 +186,7 @@ class StateExchange:
         self, chunk: Chunk, indices: dict[ManagedParameter, int], name: str, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return one state of one chunk from all ranks, [C]. Collectives: one all-gather."""
-        slice_S = torch.zeros_like(chunk.update_S, dtype=dtype)
+        slice_S = torch.zeros(chunk.own.numel, dtype=dtype)
         for record in indices:
             piece = self._binding.piece(record)
             value = self._optimizer.state.get(piece, {}).get(name) if piece is not None else None
@@ -190,9 +200,10 @@ class StateExchange:
         masters: dict[int, torch.Tensor] = {}
         for engine in self._binding.engines():
             for chunk in engine.chunks:
-                if chunk.master_S is None or self._index.keys().isdisjoint(chunk.records):
+                is_foreign = self._index.keys().isdisjoint(chunk.records)
+                if is_foreign or not chunk.own.has_exact_master:
                     continue
-                buffer_C = engine.gather(chunk, chunk.master_S)
+                buffer_C = engine.gather_update(chunk)
                 for record in chunk.records:
                     if record in self._index:
                         view = record.view_in(buffer_C)
@@ -257,7 +268,7 @@ class StateExchange:
         """Take exact masters, and the working values that they round to. Collectives: none."""
         for index, whole in masters.items():
             record = self._members[index].record
-            if record is None or record.chunk.master_S is None:
+            if record is None or not record.chunk.own.has_exact_master:
                 continue
             record.engine.values.write(record, whole)
 

@@ -8,17 +8,18 @@ public ``step`` is called exactly once.
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from shardwise.optimizer.binding import Binding, shape_piece
+from shardwise.optimizer.pieces import shape_piece
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
+    from shardwise.optimizer.binding import Binding
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.engine import Engine
     from shardwise.runtime.managed import ManagedParameter
@@ -110,17 +111,20 @@ class Stepper:
         unhooked: Callable[..., Any] = type(self._optimizer).step.__wrapped__  # type: ignore
         remaining = list(order)
         try:
-            for chunk in order:
+            for position, chunk in enumerate(order):
                 is_last = chunk is order[-1]
-                with (
-                    self._gradients(by_chunk[chunk], factors),
-                    self._only(chunk, with_left_out=is_last),
-                ):
-                    if is_last:
-                        self._optimizer.step()
-                    else:
-                        unhooked(self._optimizer)
-                self._publish(remaining.pop(0))
+                with self._binding.resting.at_hand(chunk):
+                    for following in order[position + 1 : position + 2]:
+                        self._binding.resting.prefetch(following)
+                    with (
+                        self._gradients(by_chunk[chunk], factors),
+                        self._only(chunk, with_left_out=is_last),
+                    ):
+                        if is_last:
+                            self._optimizer.step()
+                        else:
+                            unhooked(self._optimizer)
+                    self._publish(remaining.pop(0))
             if not order:
                 self._optimizer.step()
         finally:
@@ -136,8 +140,11 @@ class Stepper:
         """Update all pieces in one call."""
         records = [record for chunk in order for record in by_chunk[chunk]]
         try:
-            with self._gradients(records, factors):
-                self._optimizer.step()
+            with ExitStack() as stack:
+                for chunk in order:
+                    stack.enter_context(self._binding.resting.at_hand(chunk))
+                with self._gradients(records, factors):
+                    self._optimizer.step()
         finally:
             for chunk in order:
                 self._publish(chunk)
@@ -145,7 +152,7 @@ class Stepper:
     @staticmethod
     def _publish(chunk: Chunk) -> None:
         """Round the update into the working slice and send it."""
-        chunk.refresh_working()
+        chunk.own.refresh_working()
         chunk.records[0].engine.values.publish(chunk)
 
     @contextmanager
@@ -169,7 +176,7 @@ class Stepper:
         pieces: list[torch.nn.Parameter] = []
         for record in records:
             piece, chunk = self._binding.piece(record), record.chunk
-            if piece is None or chunk.gradient_S is None:
+            if piece is None or chunk.own.gradient_S is None:
                 continue
             if chunk not in ready:
                 ready[chunk] = self._update_gradient(chunk, record.engine, factors)
@@ -184,9 +191,10 @@ class Stepper:
     @staticmethod
     def _update_gradient(chunk: Chunk, engine: Engine, factors: Factors) -> torch.Tensor:
         """Return the slice's gradient for the update; the stored one stays as it is."""
-        stored_S = chunk.gradient_S
+        stored_S = chunk.own.gradient_S
         assert stored_S is not None
-        dtype = chunk.update_S.dtype
+        dtype, device = chunk.own.update_S.dtype, chunk.own.update_S.device
+        stored_S = stored_S.to(device)  # stage 1: the gradient lies in the whole buffer
         if factors.are_neutral(engine):
             return stored_S.to(dtype)
         # 16-bit updates are scaled in float32 too: a small factor would underflow before it

@@ -21,10 +21,12 @@ from shardwise.runtime.agreement import fingerprints_agree
 from shardwise.runtime.chunk import Chunk
 from shardwise.runtime.collectives import broadcast_from_first, slice_of
 from shardwise.runtime.managed import ManagedParameter, local_part, record_of
+from shardwise.runtime.offload import ChunkShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from shardwise.runtime.offload import Homes, Offload
     from shardwise.runtime.topology import Topology
 
 ALIGNMENT_BYTES = 64
@@ -45,6 +47,13 @@ class PackingPolicy:
     """Release every chunk as soon as it is packed (stage 3)."""
     bundles: Mapping[nn.Parameter, int] = field(default_factory=dict)
     """Parameters that are gathered together, by the number of their bundle."""
+    offload: Offload | None = None
+    """Gives slices homes off the accelerator; None leaves all there."""
+
+    def is_sliced(self, topology: Topology) -> bool:
+        """Return whether whole parameters come and go; alone, only if they lie elsewhere."""
+        is_elsewhere = self.offload is not None and self.offload.rests_parameters
+        return self.keeps_slices and (topology.shard.size > 1 or is_elsewhere)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,16 @@ class _Family:
     source_dtype: torch.dtype
     param_dtype: torch.dtype
     is_trainable: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """One chunk before its values are there."""
+
+    family: _Family
+    layout: ChunkLayout
+    first: int
+    """Index of its first parameter: chunks are numbered in this order."""
 
 
 def read_parameter(record: ManagedParameter) -> torch.Tensor:
@@ -187,36 +206,67 @@ def build_chunks(
     families: dict[_Family, list[ManagedParameter]] = {}
     for record in records:
         families.setdefault(_family_of(record, policy), []).append(record)
-    chunks: list[tuple[int, Chunk, list[ManagedParameter]]] = []
-    for family, members in families.items():
-        by_index = {member.index: member for member in members}
-        for layout in _layouts(family, members, topology, policy):
-            first = min(slot.index for slot in layout.slots)
-            parts = [by_index[slot.index] for slot in layout.slots]
-            source_C = torch.zeros(layout.numel, dtype=family.source_dtype, device=topology.device)
-            for slot, part in zip(layout.slots, parts, strict=True):
-                source_C.as_strided(part.shape, part.stride, slot.start).copy_(read(part))
-            broadcast_from_first(source_C, topology)
-            chunk = _chunk_from(source_C, layout, family, policy, topology)
-            chunk.bundle = -1 - first if family.bundle is None else family.bundle
-            chunks.append((first, chunk, parts))
-            if not is_repacking:
-                _settle(chunk, parts, topology, policy)
-    chunks.sort(key=lambda entry: entry[0])
-    for index, (_, chunk, parts) in enumerate(chunks):
+    plans = [
+        _Plan(family, layout, min(slot.index for slot in layout.slots))
+        for family, members in families.items()
+        for layout in _layouts(family, members, topology, policy)
+    ]
+    plans.sort(key=lambda plan: plan.first)
+    shapes = [_shape_of(plan, policy, topology) for plan in plans]
+    homes = None if policy.offload is None else policy.offload.choose(shapes)
+    by_index = {record.index: record for record in records}
+    packed: list[tuple[Chunk, list[ManagedParameter]]] = []
+    for index, (plan, shape) in enumerate(zip(plans, shapes, strict=True)):
+        family, layout = plan.family, plan.layout
+        parts = [by_index[slot.index] for slot in layout.slots]
+        source_C = torch.zeros(layout.numel, dtype=family.source_dtype, device=topology.device)
+        for slot, part in zip(layout.slots, parts, strict=True):
+            source_C.as_strided(part.shape, part.stride, slot.start).copy_(read(part))
+        broadcast_from_first(source_C, topology)
+        chunk = _chunk_from(source_C, plan, shape, topology)
         chunk.index = index
-        if is_repacking:
-            _settle(chunk, parts, topology, policy)
-    return [chunk for _, chunk, _ in chunks]
+        chunk.bundle = -1 - plan.first if family.bundle is None else family.bundle
+        packed.append((chunk, parts))
+        if not is_repacking:
+            _settle(chunk, parts, shape, topology, homes)
+    if is_repacking:
+        for (chunk, parts), shape in zip(packed, shapes, strict=True):
+            _settle(chunk, parts, shape, topology, homes)
+    return [chunk for chunk, _ in packed]
 
 
 def _settle(
-    chunk: Chunk, parts: Sequence[ManagedParameter], topology: Topology, policy: PackingPolicy
+    chunk: Chunk,
+    parts: Sequence[ManagedParameter],
+    shape: ChunkShape,
+    topology: Topology,
+    homes: Homes | None,
 ) -> None:
-    """Give records their place in a chunk, which is released where only slices are kept."""
+    """Give records their place in a chunk, and its slices their homes; release it at stage 3."""
     chunk.bind(parts, topology.shard.rank)
-    if policy.keeps_slices and topology.shard.size > 1:
-        chunk.shed()
+    if homes is not None:
+        chunk.own.rest_state(
+            homes.state_of(chunk.index, shape),
+            is_trainable=shape.is_trainable,
+            is_beside_working=homes.is_together(chunk.index, shape),
+        )
+    if shape.is_sliced:
+        chunk.shed(None if homes is None else homes.working_of(chunk.index, shape))
+
+
+def _shape_of(plan: _Plan, policy: PackingPolicy, topology: Topology) -> ChunkShape:
+    """Return what the homes of a chunk's slices depend on."""
+    precision, family = policy.precision, plan.family
+    is_half = family.param_dtype in HALF_DTYPES
+    return ChunkShape(
+        slice_numel=plan.layout.slice_numel,
+        whole_numel=plan.layout.numel,
+        param_dtype=family.param_dtype,
+        reduce_dtype=(precision and precision.reduce_dtype) or family.param_dtype,
+        has_master=is_half and precision is not None and precision.master_weights,
+        is_trainable=family.is_trainable,
+        is_sliced=policy.is_sliced(topology),
+    )
 
 
 def _layouts(
@@ -258,27 +308,19 @@ def _family_of(record: ManagedParameter, policy: PackingPolicy) -> _Family:
 
 
 def _chunk_from(
-    source_C: torch.Tensor,
-    layout: ChunkLayout,
-    family: _Family,
-    policy: PackingPolicy,
-    topology: Topology,
+    source_C: torch.Tensor, plan: _Plan, shape: ChunkShape, topology: Topology
 ) -> Chunk:
     """Cut the master from the values before rounding, then round them."""
-    precision, axis = policy.precision, topology.shard
-    keeps_masters = (
-        precision is not None and precision.master_weights and family.param_dtype in HALF_DTYPES
-    )
+    axis = topology.shard
     master_S = None
-    if keeps_masters and family.is_trainable:
+    if shape.has_master and shape.is_trainable:
         master_S = slice_of(source_C, axis.rank, axis.size).to(torch.float32, copy=True)
-    reduce_dtype = precision.reduce_dtype if precision is not None else None
     return Chunk(
-        layout,
-        parameters_C=source_C.to(family.param_dtype),
+        plan.layout,
+        parameters_C=source_C.to(shape.param_dtype),
         master_S=master_S,
-        reduce_dtype=reduce_dtype or family.param_dtype,
-        keeps_masters=keeps_masters,
+        reduce_dtype=shape.reduce_dtype,
+        keeps_masters=shape.has_master,
         axis=axis,
     )
 

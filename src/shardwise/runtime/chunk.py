@@ -7,12 +7,10 @@ buffer          shape  dtype           held
 ==============  =====  ==============  ===================================================
 parameters_C    C      param_dtype     RESIDENT: always; else while GATHERED; the parameters are
                                        views into it
-parameter_S     S      param_dtype     RESIDENT: a view of parameters_C; else a buffer of its own
-master_S        S      float32         with 16-bit parameters and master weights
 gradients_C     C      reduce_dtype    from the first gradient until reduced (stage 1: until
                                        zero_grad); may be the memory of parameters_C, *lent*:
                                        a slot then holds values until its gradient comes
-gradient_S      S      reduce_dtype    from the reduction until zero_grad
+own             S                      see ``own_slices``
 ==============  =====  ==============  ===================================================
 """
 
@@ -26,6 +24,7 @@ import torch
 
 from shardwise.runtime.absent import describing, hide, show
 from shardwise.runtime.collectives import Waitable, slice_of, wait_all
+from shardwise.runtime.own_slices import OwnSlices
 from shardwise.runtime.pool import has_views
 
 if TYPE_CHECKING:
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
 
     from shardwise.layout import ChunkLayout
     from shardwise.runtime.managed import ManagedParameter
+    from shardwise.runtime.state_slices import StateSlices
     from shardwise.runtime.topology import Axis
 
 
@@ -79,13 +79,12 @@ class Chunk:
         self.records: list[ManagedParameter] = []
         self.presence = Presence.RESIDENT
         self.parameters_C: torch.Tensor | None = parameters_C
-        self.parameter_S = slice_of(parameters_C, axis.rank, axis.size)
-        self.master_S = master_S
+        self.own = OwnSlices(
+            slice_of(parameters_C, axis.rank, axis.size), master_S, keeps_masters=keeps_masters
+        )
         self.reduce_dtype = reduce_dtype
-        self.keeps_masters = keeps_masters
         self._axis = axis
         self.gradients_C: torch.Tensor | None = None
-        self.gradient_S: torch.Tensor | None = None
         self.num_missing = 0
         """Expected gradients that have not arrived in the open backward pass."""
         self.is_sent = False
@@ -131,12 +130,17 @@ class Chunk:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of the parameters."""
-        return self.parameter_S.dtype
+        return self.own.dtype
+
+    @property
+    def like(self) -> torch.Tensor:
+        """An empty tensor of the dtype and device of the whole chunk."""
+        return torch.empty(0, dtype=self.own.dtype, device=self.own.device)
 
     @property
     def whole_bytes(self) -> int:
         """Size of the whole chunk."""
-        return self.layout.numel * self.parameter_S.element_size()
+        return self.layout.numel * self.own.dtype.itemsize
 
     @property
     def whole_C(self) -> torch.Tensor:
@@ -149,6 +153,10 @@ class Chunk:
         """True while the parameters have values on this rank."""
         return self.presence in (Presence.RESIDENT, Presence.GATHERED) and not self.overwritten
 
+    def _nothing(self) -> torch.Tensor:
+        """Return the one value that absent parameters show."""
+        return torch.full((), torch.nan, dtype=self.own.dtype, device=self.own.device)
+
     def holds(self, storage: int) -> bool:
         """Return whether a storage, by its ``_cdata``, is the memory of the gathered values."""
         buffer_C = self.parameters_C
@@ -159,9 +167,9 @@ class Chunk:
         assert presence in _MAY_BECOME[self.presence], (self.presence, presence)
         self.presence = presence
 
-    def shed(self) -> None:
-        """Keep only the slice from now on."""
-        self.parameter_S = self.parameter_S.clone()
+    def shed(self, home: StateSlices | None) -> None:
+        """Keep only the slice from now on, off the accelerator where it has a home there."""
+        self.own.detach(home)
         self.let_go()
 
     def expect(self, buffer_C: torch.Tensor, works: list[Waitable]) -> None:
@@ -185,7 +193,7 @@ class Chunk:
         self.parameters_C, self.pending = None, []
         for record in self.records:
             show(record.parameter)
-            record.fill(self.parameter_S.new_full((), torch.nan).expand(record.shape))
+            record.fill(self._nothing().expand(record.shape))
             hide(record.parameter)
 
     def let_go(self, *, voids_graphs: bool = False) -> torch.Tensor | None:
@@ -210,7 +218,7 @@ class Chunk:
             return
         buffer_C = self.whole_C
         own_S = slice_of(buffer_C, self._axis.rank, self._axis.size)
-        nan = buffer_C.new_full((), torch.nan)
+        nan = self._nothing()
         changed = [
             r
             for r in members
@@ -219,10 +227,13 @@ class Chunk:
         for record in changed:
             if not record.lies_in(buffer_C) and record.values.dtype == buffer_C.dtype:
                 record.view_in(buffer_C).copy_(record.values)
-            kept, written = record.piece_in(self.parameter_S), record.piece_in(own_S)
-            if kept is not None and written is not None:
-                kept.copy_(written)
-        self.num_updates += bool(changed)
+        if changed:
+            self.num_updates += 1
+            with self.own.at_hand():
+                for record in changed:
+                    kept, written = record.piece_in(self.own.parameter_S), record.piece_in(own_S)
+                    if kept is not None and written is not None:
+                        kept.copy_(written)
         for record in members:
             record.is_disowned = False
             record.lingers = record.is_saved and record.lies_in(buffer_C)
@@ -232,7 +243,7 @@ class Chunk:
             record.seen_version = record.parameter._version
             hide(record.parameter)
         for record in changed:
-            self.refresh_master(record)
+            self.own.refresh_master(record)
 
     # ------------------------------------------------------------------ lending
 
@@ -262,7 +273,7 @@ class Chunk:
     @describing
     def overwrite(self, record: ManagedParameter) -> None:
         """Note that a gradient has taken the place of a parameter's values."""
-        record.fill(self.whole_C.new_full((), torch.nan).expand(record.shape))
+        record.fill(self._nothing().expand(record.shape))
         record.seen_version = record.parameter._version
         hide(record.parameter)
         self.overwritten.add(record)
@@ -290,7 +301,7 @@ class Chunk:
         for record in self.records:
             if record.lingers and record.num_uses <= record.idle_uses:
                 record.lingers = False
-                record.fill(self.parameter_S.new_full((), torch.nan).expand(record.shape))
+                record.fill(self._nothing().expand(record.shape))
                 record.note_idle()
 
     def void_graphs(self) -> None:
@@ -304,42 +315,12 @@ class Chunk:
         works, self.pending = self.pending, []
         wait_all(works)
 
-    # ------------------------------------------------------------------ masters
-
-    @property
-    def update_S(self) -> torch.Tensor:
-        """The slice that the optimizer updates: the master where there is one."""
-        return self.parameter_S if self.master_S is None else self.master_S
-
-    def ensure_master(self) -> None:
-        """Make the master of a chunk whose parameters were frozen until now."""
-        if self.keeps_masters and self.master_S is None:
-            self.master_S = self.parameter_S.float()
-
-    def refresh_working(self) -> None:
-        """Round the master slice into the working slice."""
-        if self.master_S is not None:
-            self.parameter_S.copy_(self.master_S)
-
-    def refresh_master(self, record: ManagedParameter, *, keeps_exact: bool = True) -> None:
-        """Take the owned piece of the master from the working parameter.
-
-        With ``keeps_exact``, elements that round to the working value stay as exact as they are.
-        """
-        if self.master_S is None:
-            return
-        piece, working = record.piece_in(self.master_S), record.piece_in(self.parameter_S)
-        if piece is not None and working is not None:
-            if keeps_exact:
-                working = piece.where(piece.to(working.dtype) == working, working.to(piece.dtype))
-            piece.copy_(working)
-
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return the buffers by purpose, for accounting."""
-        whole = [] if self.parameters_C is None else [self.parameters_C]
-        is_apart = self.presence is not Presence.RESIDENT
-        return {
-            "parameters": [*whole, self.parameter_S] if is_apart else whole,
-            "masters": [] if self.master_S is None else [self.master_S],
-            "gradients": [t for t in (self.gradients_C, self.gradient_S) if t is not None],
-        }
+        own = self.own.tensors()
+        if self.parameters_C is not None:
+            is_apart = self.presence is not Presence.RESIDENT
+            own["parameters"] = [self.parameters_C, *(own["parameters"] if is_apart else [])]
+        if self.gradients_C is not None:
+            own["gradients"].insert(0, self.gradients_C)
+        return own

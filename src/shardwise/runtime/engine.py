@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shardwise.errors import ShardwiseError, mismatch
+from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
 from shardwise.runtime.absent import describing
 from shardwise.runtime.build import (
     PackingPolicy,
@@ -34,6 +34,7 @@ from shardwise.runtime.collectives import (
 from shardwise.runtime.divergence import Whereabouts
 from shardwise.runtime.dry import is_dry_run
 from shardwise.runtime.managed import ATTRIBUTE, ManagedParameter, record_of
+from shardwise.runtime.offload import Offload
 from shardwise.runtime.pool import BufferPool
 from shardwise.runtime.reducer import OUTSIDE_BACKWARD, UNSCALED, GradientReducer
 from shardwise.runtime.reduction import Reduction
@@ -44,7 +45,7 @@ from shardwise.runtime.values import ParameterValues
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
-    from shardwise.options import MixedPrecision
+    from shardwise.options import MixedPrecision, StaticOffload
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.materialise import Materialiser
     from shardwise.runtime.topology import Topology
@@ -64,6 +65,8 @@ class EngineOptions:
     """Parameters are used inside one known module, so that first uses can wait for updates."""
     leaves_stand_ins: bool = True
     """Put a stand-in into ``parameter.grad`` while a reduced gradient is held; else None."""
+    offload: StaticOffload | None = None
+    """What rests off the accelerator between uses."""
     keep_bytes: float = 0
     """Stage 3: gathered bytes to keep between forward and backward; inf keeps all."""
     prefetch_bytes: int | None = None
@@ -92,7 +95,19 @@ class Engine:
         check_parameters(named, meta_as=topology.device if materialiser else None)
         packing = options.packing
         settings = (options.stage, packing.precision, packing.chunk_bytes, options.sums_gradients)
-        check_same_on_all_ranks(named, settings, topology)
+        self.offload, refusal = _open(options.offload, topology)
+        settings += (refusal is None, _homes_of(options.offload))
+        try:
+            check_same_on_all_ranks(named, settings, topology)
+            if refusal is not None:
+                raise refusal
+        except ConfigurationError:
+            if self.offload is not None:
+                self.offload.close()
+            raise
+        if self.offload is not None:
+            weakref.finalize(self, self.offload.close)
+        self.packing = replace(packing, offload=self.offload)
         self.options = options
         self.left_out: frozenset[nn.Parameter] = frozenset()
         """Parameters of the module that are not sharded."""
@@ -127,17 +142,17 @@ class Engine:
         is_repacking: bool = False,
     ) -> None:
         """Put all records into chunks and watch them."""
-        before, options, topology = self.residence, self.options, self.topology
+        before, _options, topology = self.residence, self.options, self.topology
         with torch.no_grad():
             self.chunks = build_chunks(
                 self.records,
                 topology,
-                options.packing,
+                self.packing,
                 atoms,
                 read=read,
                 is_repacking=is_repacking,
             )
-        if options.packing.keeps_slices and topology.shard.size > 1:
+        if self.packing.is_sliced(topology):
             self.residence = Residence(self, before)
         for record in self.records:
             if record.chunk.presence is Presence.RESIDENT:
@@ -196,7 +211,7 @@ class Engine:
     @property
     def precision(self) -> MixedPrecision | None:
         """The dtype policy."""
-        return self.options.packing.precision
+        return self.packing.precision
 
     @property
     @describing
@@ -245,15 +260,18 @@ class Engine:
                 )
             )
         self.values.settle()
-        masters = {
-            record: record.view_in(self.gather(record.chunk, record.chunk.master_S)).clone()
-            for record in self.records
-            if record.chunk.master_S is not None
-        }
+        masters: dict[ManagedParameter, torch.Tensor] = {}
+        for chunk in self.chunks:
+            if chunk.own.has_exact_master:
+                master_C = self.gather_update(chunk)
+                masters |= {record: record.view_in(master_C).clone() for record in chunk.records}
+        before = self.chunks
         self.reducer.close()
         by_record = {r: atoms[r.parameter] for r in self.records if r.parameter in atoms}
         read = read_parameter if self.residence is None else self.residence.read
         self._pack(by_record, read, is_repacking=True)
+        for chunk in before:
+            chunk.own.close()
         with torch.no_grad():
             for record, master in masters.items():
                 self.values.write_master(record, master)
@@ -361,7 +379,7 @@ class Engine:
 
         Collectives: one all-gather of the chunk, and those of ``gradient_divisor``.
         """
-        slice_S = record.chunk.gradient_S
+        slice_S = record.chunk.own.gradient_S
         if not record.is_held or slice_S is None:
             return None
         whole = record.view_in(self.gather(record.chunk, slice_S))
@@ -371,10 +389,42 @@ class Engine:
     def gather(self, chunk: Chunk, slice_S: torch.Tensor) -> torch.Tensor:
         """Return a new chunk-sized buffer with every rank's slice. Collectives: one all-gather."""
         axis = self.topology.shard
-        buffer_C = slice_S.new_empty(chunk.layout.numel)
+        device = self.topology.device
+        buffer_C = torch.empty(chunk.layout.numel, dtype=slice_S.dtype, device=device)
         slice_of(buffer_C, axis.rank, axis.size).copy_(slice_S)
         wait_all(start_all_gather(buffer_C, axis, Channel.GATHER_GRADIENTS))
         return buffer_C
+
+    def settle_moves(self) -> None:
+        """Wait until all that was changed is where it rests.
+
+        Raises:
+            Exception: The error of a write.
+        """
+        if self.offload is not None:
+            self.offload.mover.settle()
+
+    def gather_update(self, chunk: Chunk) -> torch.Tensor:
+        """Return what the optimizer updates, whole. Collectives: one all-gather."""
+        with chunk.own.at_hand(is_changed=False):
+            return self.gather(chunk, chunk.own.update_S)
+
+
+def _open(
+    choice: StaticOffload | None, topology: Topology
+) -> tuple[Offload | None, ConfigurationError | None]:
+    """Return the tiers that a choice needs, or why this rank cannot have them."""
+    if choice is None:
+        return None, None
+    try:
+        return Offload(choice, topology.device), None
+    except ConfigurationError as refusal:
+        return None, refusal
+
+
+def _homes_of(choice: StaticOffload | None) -> object:
+    """Return what ranks must have chosen alike; each may have a disk of its own."""
+    return None if choice is None else (choice.parameters, choice.optimizer, choice.to)
 
 
 def _weigh_with_nothing(engine: weakref.ref[Engine]) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from shardwise.runtime.chunk import Presence
-from shardwise.runtime.collectives import Channel, start_all_gather
+from shardwise.runtime.collectives import Channel, slice_of, start_all_gather
 from shardwise.runtime.divergence import explain
 from shardwise.runtime.pool import BufferPool, has_views
 from shardwise.runtime.uses import Segment, UseOrder
@@ -210,7 +210,8 @@ class Gatherer:
 
     def _start(self, chunk: Chunk) -> None:
         """Begin to gather a released chunk."""
-        buffer_C = self._pool.take(chunk.parameter_S, chunk.layout.numel)
+        buffer_C = self._pool.take(chunk.like, chunk.layout.numel)
+        place_S = slice_of(buffer_C, self._axis.rank, self._axis.size)
         self._whereabouts.note("gather of", chunk)
         self._whereabouts.note_gather(chunk)
         works = start_all_gather(
@@ -218,7 +219,7 @@ class Gatherer:
             self._axis,
             Channel.GATHER_PARAMETERS,
             key=chunk.index,
-            own_S=chunk.parameter_S,
+            own_S=chunk.own.fill_own(place_S),
         )
         chunk.expect(buffer_C, works)
         storage = buffer_C.untyped_storage()._cdata

@@ -77,7 +77,7 @@ class GradientHooks:
         del alias
         record.idle_uses += record.num_uses - before
         record.handle = ShardedGradient(record)
-        record.chunk.ensure_master()
+        record.chunk.own.ensure_master()
         self._nodes[record] = (node, storage)  # the tensor holds its node weakly
         self._hooks[record] = [
             node.register_prehook(partial(self._before, record)),

@@ -204,7 +204,7 @@ class ManagedParameter:
 
     def zero_gradient(self) -> None:
         """Zero the owned piece of the reduced gradient."""
-        slice_S = self.chunk.gradient_S
+        slice_S = self.chunk.own.gradient_S
         piece = None if slice_S is None else self.piece_in(slice_S)
         if piece is not None:
             piece.zero_()

@@ -43,7 +43,7 @@ def held_runs(records: Iterable[ManagedParameter]) -> list[torch.Tensor]:
         if record.is_held and record.piece is not None:
             by_chunk.setdefault(id(record.chunk), []).append(record)
     for members in by_chunk.values():
-        slice_S = members[0].chunk.gradient_S
+        slice_S = members[0].chunk.own.gradient_S
         if slice_S is None:
             continue
         num_owners = sum(record.piece is not None for record in members[0].chunk.records)

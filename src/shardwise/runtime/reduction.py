@@ -51,12 +51,12 @@ class Reduction:
             if arriving is not None and chunk.can_lend(arriving):
                 chunk.gradients_C = chunk.whole_C
                 return chunk.gradients_C
-            like = chunk.parameter_S.new_empty(0, dtype=chunk.reduce_dtype)
+            like = torch.empty(0, dtype=chunk.reduce_dtype, device=chunk.own.device)
             buffer_C = chunk.gradients_C = self._pool.take(like, chunk.layout.numel)
-        elif self._keeps_whole and _is_inside(chunk.gradient_S, buffer_C):
+        elif self._keeps_whole and _is_inside(chunk.own.gradient_S, buffer_C):
             # stage 1: the result of the last pass lies in the buffer that this pass fills
-            assert chunk.gradient_S is not None
-            chunk.gradient_S = chunk.gradient_S.clone()
+            assert chunk.own.gradient_S is not None
+            chunk.own.gradient_S = chunk.own.gradient_S.clone()
         return buffer_C
 
     def start(self, chunk: Chunk) -> Job:
@@ -88,7 +88,7 @@ class Reduction:
     def release(self, chunk: Chunk) -> None:
         """Forget the gradients of a chunk and return their memory."""
         chunk.gradients_C = None
-        chunk.gradient_S = None
+        chunk.own.drop_gradient()
 
     def end_pass(self) -> None:
         """Return the memory of buffers that wait for reuse."""
@@ -106,14 +106,14 @@ class Reduction:
             all_reduce_in_rank_order(total_S, replicate, divisor=divisor, key=chunk.index)
             divisor = 1
         unused = list(exchange.received)
+        own = chunk.own
         stays = self._keeps_whole or total_S.numel() == buffer_C.numel()
-        if chunk.gradient_S is None:
+        if own.gradient_S is None and own.state is None:
             place_S = exchange.own_S if stays else _place(total_S, buffer_C, unused)
-            chunk.gradient_S = _divide(total_S, divisor, place_S)
+            own.keep_gradient(_divide(total_S, divisor, place_S))
         else:
             # rounded first: every stage then adds the same numbers
-            mean_S = _divide(total_S, divisor, total_S).to(chunk.gradient_S.dtype)
-            chunk.gradient_S.add_(mean_S)
+            own.keep_gradient(_divide(total_S, divisor, total_S).to(chunk.reduce_dtype))
             stays = self._keeps_whole
         if not stays:
             unused.append(buffer_C)

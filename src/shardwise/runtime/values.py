@@ -33,12 +33,12 @@ class ParameterValues:
 
     def write_master(self, record: ManagedParameter, whole: torch.Tensor) -> None:
         """Store the owned piece of a whole float32 value in the master."""
-        record.chunk.ensure_master()
-        master_S = record.chunk.master_S
-        assert master_S is not None
-        own, piece = record.cut(whole), record.piece_in(master_S)
-        if own is not None and piece is not None:
-            piece.copy_(own)
+        slices = record.chunk.own
+        slices.ensure_master()
+        with slices.at_hand():
+            own, piece = record.cut(whole), record.piece_in(slices.update_S)
+            if own is not None and piece is not None:
+                piece.copy_(own)
 
     def bring(self, record: ManagedParameter, func: Callable[..., Any]) -> None:
         """Make an absent parameter plain because an operator takes it.
@@ -67,11 +67,12 @@ class ParameterValues:
         if chunk.is_whole and not chunk.pending:
             record.values.copy_(whole)
             record.seen_version = record.parameter._version
-        own, piece = record.cut(whole), record.piece_in(chunk.parameter_S)
-        if own is not None and piece is not None:
-            piece.copy_(own)
-        if chunk.master_S is not None:
-            self.write_master(record, whole)
+        with chunk.own.at_hand():
+            own, piece = record.cut(whole), record.piece_in(chunk.own.parameter_S)
+            if own is not None and piece is not None:
+                piece.copy_(own)
+            if chunk.own.has_master:
+                self.write_master(record, whole)
 
     def publish(self, chunk: Chunk) -> None:
         """Send an updated slice to the other ranks. Collectives: one all-gather, started here.
@@ -104,7 +105,8 @@ class ParameterValues:
             broadcast_from_first(chunk.whole_C, self._engine.topology)
             chunk.num_updates += 1
             if chunk.presence is not Presence.RESIDENT:
-                chunk.parameter_S.copy_(slice_of(chunk.whole_C, axis.rank, axis.size))
+                with chunk.own.at_hand():
+                    chunk.own.parameter_S.copy_(slice_of(chunk.whole_C, axis.rank, axis.size))
         self.refresh_masters(records)
 
     def disown(self, records: Sequence[ManagedParameter]) -> None:
@@ -149,10 +151,11 @@ class ParameterValues:
         members = list(records)
         for chunk in {record.chunk: None for record in members}:
             if chunk.presence is Presence.GATHERED and chunk.is_whole:
-                chunk.parameter_S.copy_(slice_of(chunk.whole_C, axis.rank, axis.size))
+                with chunk.own.at_hand():
+                    chunk.own.parameter_S.copy_(slice_of(chunk.whole_C, axis.rank, axis.size))
         for record in members:
             if not record.chunk.pending:
-                record.chunk.refresh_master(record, keeps_exact=keeps_exact)
+                record.chunk.own.refresh_master(record, keeps_exact=keeps_exact)
                 if record.chunk.is_whole:
                     record.seen_version = record.parameter._version
 
@@ -179,7 +182,7 @@ class ParameterValues:
             with torch.no_grad():
                 home.copy_(parameter)
             parameter.data = home
-            record.chunk.refresh_master(record)
+            record.chunk.own.refresh_master(record)
 
 
 def _kind_of(tensor: torch.Tensor) -> str:

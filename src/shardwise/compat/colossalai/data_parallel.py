@@ -110,7 +110,7 @@ class ColoDDP(nn.Module):
             _take_back(record)
         engine.reducer.backward(loss.backward)
         for record in engine.records:
-            gradient_S = record.chunk.gradient_S
+            gradient_S = record.chunk.own.gradient_S
             if record.is_held and gradient_S is not None:
                 # every rank's slice is the whole chunk
                 record.parameter.grad = record.view_in(gradient_S)
@@ -171,7 +171,7 @@ class ColoDDP(nn.Module):
 def _take_back(record: ManagedParameter) -> None:
     """Let autograd start a new gradient; the sum so far stays in the chunk, behind the stand-in."""
     grad = record.parameter.grad
-    gradient_S = record.chunk.gradient_S
+    gradient_S = record.chunk.own.gradient_S
     if not record.is_held or gradient_S is None or grad is record.handle:
         return
     if grad is None:

@@ -219,7 +219,7 @@ class LowLevelZeroOptimizer(ShardedWrapper):
             if record.parameter.requires_grad:
                 piece = self._binding.piece(record)
                 if piece is None:
-                    empty = record.chunk.update_S.new_empty(0)
+                    empty = torch.empty(0, dtype=record.chunk.own.update_dtype)
                     piece = self._nothing.setdefault(record, empty)
                 yield record.parameter, piece
 
@@ -247,5 +247,5 @@ class LowLevelZeroOptimizer(ShardedWrapper):
         for parameter in model.parameters():
             record = record_of(parameter)
             if record is not None and record in mine:
-                record.chunk.refresh_master(record, keeps_exact=False)
+                record.chunk.own.refresh_master(record, keeps_exact=False)
                 record.seen_version = parameter._version

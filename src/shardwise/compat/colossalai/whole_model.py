@@ -126,7 +126,7 @@ def exact_values(
     """Return whole copies of what is updated, at least float32. Collectives: see the callers."""
     values: dict[ManagedParameter | None, torch.Tensor] = {}
     for chunk in engine.chunks:
-        buffer_C = engine.gather(chunk, chunk.update_S)
+        buffer_C = engine.gather_update(chunk)
         for record in chunk.records if is_kept else ():
             view = record.view_in(buffer_C)
             place = view.device if isinstance(record.parameter, DTensor) else device
@@ -221,7 +221,7 @@ def _write_exactly(module: nn.Module, state_dict: Mapping[str, Any], engine: Eng
     """Repeat the writes of a load that has rounded values to those of resident parameters."""
     for name, parameter in module.named_parameters(remove_duplicate=False):
         record, value = record_of(parameter), state_dict.get(name)
-        if record is None or record.chunk.master_S is None:
+        if record is None or not record.chunk.own.has_exact_master:
             continue
         if not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
             continue

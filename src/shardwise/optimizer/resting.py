@@ -1,0 +1,116 @@
+"""Optimizer state that rests off the accelerator: one flat slice per chunk and state name.
+
+The wrapped optimizer makes its state as it always does, one tensor per piece. Where a chunk's state
+rests elsewhere, each of these is moved into the chunk's slice of that name and replaced by a view of
+it. While a slice is on disk, pieces and state are stand-ins: the right shape, and no values.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.optimizer.pieces import shape_of_piece, shape_piece
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from torch import nn
+
+    from shardwise.runtime.chunk import Chunk
+    from shardwise.runtime.managed import ManagedParameter
+    from shardwise.runtime.state_slices import StateSlices
+
+    PieceOf = Callable[[ManagedParameter], nn.Parameter | None]
+
+
+class RestingState:
+    """Points pieces and their state at slices that come and go."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, piece_of: PieceOf) -> None:
+        """Serve the state of one optimizer."""
+        self._optimizer = optimizer
+        self._piece_of = piece_of
+        self._away: dict[nn.Parameter, dict[str, str]] = {}
+        """Which entries of a piece's state are views of which slice."""
+
+    def prefetch(self, chunk: Chunk) -> None:
+        """Start to bring what an update of a chunk needs."""
+        chunk.own.prefetch()
+
+    @contextmanager
+    def at_hand(self, chunk: Chunk, *, is_changed: bool = True) -> Generator[None]:
+        """Inside, a chunk's pieces and their state have values; new state is kept on leaving."""
+        slices = chunk.own.state
+        with chunk.own.at_hand(is_changed=is_changed):
+            if slices is None:
+                yield
+                return
+            self._attach(chunk, slices)
+            try:
+                yield
+            finally:
+                self._adopt(chunk, slices)
+                self._detach(chunk, slices)
+
+    def adopt(self, chunk: Chunk) -> None:
+        """Take over state that was set from outside, all of it."""
+        if chunk.own.state is None:
+            return
+        for record in chunk.records:
+            piece = self._piece_of(record)
+            if piece is not None:
+                self._away.pop(piece, None)
+        with self.at_hand(chunk):
+            pass
+
+    def _attach(self, chunk: Chunk, slices: StateSlices) -> None:
+        """Give pieces and state their values."""
+        if slices.is_on_host:
+            return
+        for record in chunk.records:
+            piece = self._piece_of(record)
+            if piece is None:
+                continue
+            piece.data = shape_piece(record, chunk.own.update_S)
+            for name, key in self._away.get(piece, {}).items():
+                self._optimizer.state[piece][name] = shape_piece(record, slices[key])
+
+    def _adopt(self, chunk: Chunk, slices: StateSlices) -> None:
+        """Move new state tensors that are cut like their piece into slices."""
+        for record in chunk.records:
+            piece = self._piece_of(record)
+            state = self._optimizer.state.get(piece) if piece is not None else None
+            if piece is None or not state:
+                continue
+            known = self._away.setdefault(piece, {})
+            for name, value in list(state.items()):
+                if not isinstance(value, torch.Tensor) or value.shape != piece.shape:
+                    continue
+                key = f"{name} {str(value.dtype).removeprefix('torch.')}"
+                if key not in slices:
+                    slices.add(key, value.dtype)
+                place = shape_piece(record, slices[key])
+                if value.untyped_storage()._cdata != place.untyped_storage()._cdata:
+                    place.copy_(value)
+                    state[name] = place
+                known[name] = key
+
+    def _detach(self, chunk: Chunk, slices: StateSlices) -> None:
+        """Leave stand-ins where values are about to go."""
+        if slices.is_on_host:
+            return
+        for record in chunk.records:
+            piece = self._piece_of(record)
+            if piece is None:
+                continue
+            piece.data = stand_in(record, piece.dtype)
+            for name, key in self._away.get(piece, {}).items():
+                self._optimizer.state[piece][name] = stand_in(record, slices.dtype(key))
+
+
+def stand_in(record: ManagedParameter, dtype: torch.dtype) -> torch.Tensor:
+    """Return a tensor of a piece's shape that takes no memory: NaN, expanded."""
+    return torch.full((), torch.nan, dtype=dtype).expand(shape_of_piece(record))

@@ -1,0 +1,63 @@
+"""Carries slices between the tiers of one engine; nothing else writes residency.
+
+Reads are started ahead and waited for when their bytes are needed; writes run behind, and are
+waited for when the next chunk is written. An error of a write therefore surfaces one chunk later,
+at the latest at the end of the step.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwise.tiers import Block, Tier, Tiers, Transfer
+
+
+class Mover:
+    """Starts copies and holds the host memory that slices of the disk tier pass through."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        """Move between the tiers of one process."""
+        self.tiers = tiers
+        self._behind: list[tuple[Transfer, Block]] = []
+
+    def allocate(self, tier: Tier, numel: int, dtype: torch.dtype) -> Block:
+        """Return a new block. Raises ``BudgetError`` with nothing changed where it does not fit."""
+        return tier.allocate(numel, dtype)
+
+    def fetch(self, home: Block) -> tuple[Block, Transfer]:
+        """Start to read a block on disk into host memory."""
+        near = self.tiers.host.allocate(home.numel, home.dtype)
+        try:
+            return near, self.tiers.copy(home, near)
+        except BaseException:
+            self.tiers.host.free(near)
+            raise
+
+    def write_back(self, pairs: list[tuple[Block, Block]]) -> None:
+        """Start to write host blocks to their homes on disk; each is freed when it is written.
+
+        Waits for what an earlier call has started.
+        """
+        self.settle()
+        for near, home in pairs:
+            self._behind.append((self.tiers.copy(near, home), near))
+
+    def settle(self) -> None:
+        """Wait for all writes.
+
+        Raises:
+            Exception: The first error; all others have been waited for too.
+        """
+        behind, self._behind = self._behind, []
+        errors: list[Exception] = []
+        for transfer, near in behind:
+            try:
+                transfer.wait()
+            except Exception as error:
+                errors.append(error)
+            near.tier.free(near)
+        if errors:
+            raise errors[0]

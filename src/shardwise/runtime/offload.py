@@ -1,0 +1,156 @@
+"""The choice of homes for one engine's chunks, and the tiers that they lie in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwise.errors import ConfigurationError, mismatch
+from shardwise.options import StaticOffload
+from shardwise.residency import ChunkBytes, Purpose, Residency, divide
+from shardwise.residency import Tier as TierName
+from shardwise.runtime.mover import Mover
+from shardwise.runtime.state_slices import StateSlices
+from shardwise.runtime.topology import PARAMETER_STAGE
+from shardwise.tiers import DiskOptions, open_tiers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+
+    from shardwise.tiers import Tier
+
+_ASSUMED_STATE = 2
+"""Slices of optimizer state in float32: Adam's. A fraction of bytes depends little on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkShape:
+    """What the choice depends on, of one chunk."""
+
+    slice_numel: int
+    whole_numel: int
+    param_dtype: torch.dtype
+    reduce_dtype: torch.dtype
+    has_master: bool
+    is_trainable: bool
+    is_sliced: bool
+    """Stage 3: the working slice is a buffer of its own."""
+
+    def sizes(self) -> ChunkBytes:
+        """Return the bytes on one rank; a frozen chunk has no update."""
+        itemsize = self.param_dtype.itemsize
+        updated = self.slice_numel if self.is_trainable else 0
+        return ChunkBytes(
+            whole_bytes=self.whole_numel * itemsize if self.is_sliced else 0,
+            working_bytes=self.slice_numel * itemsize if self.is_sliced else 0,
+            master_bytes=4 * updated if self.has_master else 0,
+            optimizer_bytes=4 * updated * _ASSUMED_STATE,
+            gradient_bytes=updated * self.reduce_dtype.itemsize,
+        )
+
+
+class Offload:
+    """Gives chunks slices off the accelerator, by the user's choice."""
+
+    def __init__(self, choice: StaticOffload, device: torch.device) -> None:
+        """Open the tiers."""
+        self._choice = choice
+        folder = choice.disk_path
+        disk = None if folder is None else DiskOptions(folder=folder)
+        self.mover = Mover(open_tiers(device, disk=disk))
+
+    def choose(self, shapes: Sequence[ChunkShape]) -> Homes:
+        """Return the homes of all chunks, equal on all ranks."""
+        return Homes(self.mover, divide([shape.sizes() for shape in shapes], self._choice), self)
+
+    @property
+    def rests_all(self) -> bool:
+        """All state rests off the accelerator, also that of chunks which are frozen today."""
+        return self._choice.optimizer == 1
+
+    @property
+    def rests_parameters(self) -> bool:
+        """Some working slices rest off the accelerator."""
+        return self._choice.parameters > 0
+
+    def close(self) -> None:
+        """Give all memory and the file back; idempotent."""
+        self.mover.tiers.close()
+
+
+class Homes:
+    """Where the state of each chunk rests."""
+
+    def __init__(self, mover: Mover, residency: Residency, offload: Offload) -> None:
+        """Carry out one residency."""
+        self._mover, self._residency, self._offload = mover, residency, offload
+
+    def state_of(self, index: int, shape: ChunkShape) -> StateSlices | None:
+        """Return an empty home for a chunk's master and optimizer state, None on the accelerator.
+
+        A frozen chunk has none of these yet; it follows the rest. Where the working slice itself is
+        updated, its state lies with it.
+        """
+        tier = self._tier(self._state_home(index, shape))
+        return None if tier is None else StateSlices(self._mover, tier, shape.slice_numel)
+
+    def working_of(self, index: int, shape: ChunkShape) -> StateSlices | None:
+        """Return an empty home for a chunk's working slice, None on the accelerator."""
+        tier = self._tier(self._working_home(index))
+        return None if tier is None else StateSlices(self._mover, tier, shape.slice_numel)
+
+    def is_together(self, index: int, shape: ChunkShape) -> bool:
+        """Return whether state and working slice rest in one tier."""
+        return shape.is_sliced and self._working_home(index) is self._state_home(index, shape)
+
+    def _working_home(self, index: int) -> TierName:
+        return self._residency.home(index, Purpose.WORKING)
+
+    def _state_home(self, index: int, shape: ChunkShape) -> TierName:
+        home = self._residency.update_home(index)
+        if not shape.is_trainable and self._offload.rests_all:
+            home = TierName.DISK if self._mover.tiers.disk is not None else TierName.HOST
+        if home is TierName.ACCELERATOR and shape.is_sliced and not shape.has_master:
+            return self._working_home(index)
+        return home
+
+    def _tier(self, name: TierName) -> Tier | None:
+        """Return the tier of a name, None for the accelerator."""
+        match name:
+            case TierName.ACCELERATOR:
+                return None
+            case TierName.HOST:
+                return self._mover.tiers.host
+            case TierName.DISK:
+                return self._mover.tiers.disk
+
+
+def check_offload(choice: StaticOffload | None, *, stage: int) -> StaticOffload | None:
+    """Return a choice, or refuse one that is none or could have no effect.
+
+    Raises:
+        ConfigurationError: Of another type, or parameters are to rest where they are always whole.
+    """
+    if choice is None:
+        return None
+    if not isinstance(choice, StaticOffload):
+        raise ConfigurationError(
+            mismatch(
+                "offload",
+                expected="a shardwise.StaticOffload or None",
+                got=repr(choice),
+                fix="write StaticOffload(optimizer=1.0)",
+            )
+        )
+    if choice.parameters and stage != PARAMETER_STAGE:
+        raise ConfigurationError(
+            mismatch(
+                "StaticOffload.parameters",
+                expected=f"0 at stage {stage}, where parameters are always whole",
+                got=choice.parameters,
+                fix="shard at stage 3, or offload optimizer= alone",
+            )
+        )
+    return choice

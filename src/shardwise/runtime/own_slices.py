@@ -1,0 +1,236 @@
+"""What one rank owns of a chunk, [S] each: working slice, master, gradient - wherever they rest.
+
+================  ==============  ==================================================================
+slice             dtype           held
+================  ==============  ==================================================================
+parameter_S       param_dtype     stages 0 to 2: a view of the whole chunk; at stage 3 a buffer of
+                                  its own, on the accelerator or at rest elsewhere
+master_S          float32         with 16-bit parameters and master weights; in param_dtype where
+                                  the state rests elsewhere than the working slice: an update reads
+                                  and writes it there
+gradient_S        reduce_dtype    from the reduction until zero_grad; in host memory where the
+                                  state rests elsewhere
+================  ==============  ==================================================================
+
+Slices that rest on disk may be touched inside ``at_hand`` only.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.runtime.state_slices import MASTER, WORKING
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from shardwise.runtime.managed import ManagedParameter
+    from shardwise.runtime.state_slices import StateSlices
+
+
+class OwnSlices:
+    """The slices of one chunk on one rank."""
+
+    def __init__(
+        self, parameter_S: torch.Tensor, master_S: torch.Tensor | None, *, keeps_masters: bool
+    ) -> None:
+        """Own slices on the accelerator."""
+        self.dtype = parameter_S.dtype
+        """Dtype of the working slice."""
+        self.device = parameter_S.device
+        """The accelerator."""
+        self.numel = parameter_S.numel()
+        self.keeps_masters = keeps_masters
+        """Masters are float32 copies of 16-bit parameters."""
+        self.gradient_S: torch.Tensor | None = None
+        self.state: StateSlices | None = None
+        """Masters and optimizer state that rest off the accelerator."""
+        self._parameter_S: torch.Tensor | None = parameter_S
+        self._master_S = master_S
+        self._working: StateSlices | None = None
+        self._needs_master = keeps_masters
+
+    # ------------------------------------------------------------------ where they are
+
+    def rest_state(
+        self, home: StateSlices | None, *, is_trainable: bool, is_beside_working: bool
+    ) -> None:
+        """Keep masters and optimizer state off the accelerator from now on.
+
+        Args:
+            home: Where; None leaves them where they are.
+            is_trainable: There will be updates.
+            is_beside_working: The working slice will rest there too, and can be updated itself.
+        """
+        if home is None:
+            return
+        self.state, master_S = home, self._master_S
+        self._master_S = None
+        self._needs_master |= not is_beside_working
+        if is_trainable and self._needs_master:
+            self._make_master(master_S)
+
+    def detach(self, home: StateSlices | None) -> None:
+        """Keep the working slice apart from the whole chunk, off the accelerator with a home."""
+        working_S = self.parameter_S
+        if home is None:
+            self._parameter_S = working_S.clone()
+            return
+        home.add(WORKING, self.dtype)
+        with home.at_hand():
+            home[WORKING].copy_(working_S)
+        self._working, self._parameter_S = home, None
+
+    @contextmanager
+    def at_hand(self, *, is_changed: bool = True) -> Generator[None]:
+        """Inside, all slices may be read, and written if ``is_changed``. Contexts nest."""
+        with ExitStack() as stack:
+            for resting in (self._working, self.state):
+                if resting is not None:
+                    stack.enter_context(resting.at_hand(is_changed=is_changed))
+            yield
+
+    def prefetch(self) -> None:
+        """Start to bring to hand what rests on disk."""
+        for resting in (self._working, self.state):
+            if resting is not None:
+                resting.prefetch()
+
+    @property
+    def is_update_at_hand(self) -> bool:
+        """True while ``update_S`` may be touched."""
+        resting = self._working if self.state is None or not self.has_master else self.state
+        return resting is None or resting.is_at_hand
+
+    def fill_own(self, place_S: torch.Tensor) -> torch.Tensor | None:
+        """Prepare to send the working slice: return it, or copy it to its place in the chunk."""
+        resting = self._working
+        if resting is None:
+            return self.parameter_S
+        with resting.at_hand(is_changed=False):
+            place_S.copy_(resting[WORKING])
+        return None
+
+    def close(self) -> None:
+        """Give the memory of other tiers back."""
+        for resting in (self._working, self.state):
+            if resting is not None:
+                resting.close()
+
+    # ------------------------------------------------------------------ values
+
+    @property
+    def parameter_S(self) -> torch.Tensor:
+        """The working slice."""
+        if self._working is not None:
+            return self._working[WORKING]
+        assert self._parameter_S is not None
+        return self._parameter_S
+
+    @property
+    def master_S(self) -> torch.Tensor | None:
+        """The master, None where the working slice itself is updated."""
+        if self.state is not None:
+            return self.state.get(MASTER)
+        return self._master_S
+
+    @property
+    def has_master(self) -> bool:
+        """Whether there is a master, wherever it is."""
+        return self._master_S is not None or (self.state is not None and MASTER in self.state)
+
+    @property
+    def has_exact_master(self) -> bool:
+        """Whether the master says more than the working slice."""
+        return self.has_master and self.keeps_masters
+
+    @property
+    def update_S(self) -> torch.Tensor:
+        """The slice that the optimizer updates: the master where there is one."""
+        master_S = self.master_S
+        return self.parameter_S if master_S is None else master_S
+
+    @property
+    def update_dtype(self) -> torch.dtype:
+        """Dtype of ``update_S``, wherever it is."""
+        return torch.float32 if self.has_exact_master else self.dtype
+
+    def ensure_master(self) -> None:
+        """Make the master of a chunk whose parameters were frozen until now."""
+        if self.has_master or not self._needs_master:
+            return
+        if self.state is not None:
+            self._make_master(None)
+        else:
+            with self.at_hand(is_changed=False):
+                self._master_S = self.parameter_S.float()
+
+    def _make_master(self, exact_S: torch.Tensor | None) -> None:
+        """Add a master to the state that rests, from exact values or the working slice."""
+        assert self.state is not None
+        self.state.add(MASTER, torch.float32 if self.keeps_masters else self.dtype)
+        with self.at_hand():
+            self.state[MASTER].copy_(self.parameter_S if exact_S is None else exact_S)
+
+    def refresh_working(self) -> None:
+        """Round the master slice into the working slice."""
+        if not self.has_master:
+            return
+        with self.at_hand():
+            master_S, working_S = self.update_S, self.parameter_S
+            if master_S.device != working_S.device:  # fewer bytes travel
+                master_S = master_S.to(working_S.dtype)
+            working_S.copy_(master_S)
+
+    def refresh_master(self, record: ManagedParameter, *, keeps_exact: bool = True) -> None:
+        """Take the owned piece of the master from the working parameter.
+
+        With ``keeps_exact``, elements that round to the working value stay as exact as they are.
+        """
+        if not self.has_master:
+            return
+        with self.at_hand():
+            piece, working = record.piece_in(self.update_S), record.piece_in(self.parameter_S)
+            if piece is not None and working is not None:
+                working = working.to(piece.device)
+                if keeps_exact:
+                    same = piece.to(working.dtype) == working
+                    working = piece.where(same, working.to(piece.dtype))
+                piece.copy_(working)
+
+    # ------------------------------------------------------------------ gradients
+
+    def keep_gradient(self, mean_S: torch.Tensor) -> None:
+        """Hold a reduced gradient, or add it to the one that is held.
+
+        Args:
+            mean_S: In the dtype in which gradients are held; the caller's memory, which is kept
+                only where the state rests on the accelerator and nothing is held yet.
+        """
+        if self.state is not None:
+            self.gradient_S = self.state.take_gradient(mean_S)
+        elif self.gradient_S is None:
+            self.gradient_S = mean_S
+        else:
+            self.gradient_S.add_(mean_S)
+
+    def drop_gradient(self) -> None:
+        """Hold no gradient."""
+        self.gradient_S = None
+        if self.state is not None:
+            self.state.drop_gradient()
+
+    # ------------------------------------------------------------------ accounting
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Return the slices in memory by purpose."""
+        is_parameter_near = self._working is None or self._working.is_at_hand
+        is_master_near = self.has_master and self.is_update_at_hand
+        return {
+            "parameters": [self.parameter_S] if is_parameter_near else [],
+            "masters": [self.update_S] if is_master_near else [],
+            "gradients": [] if self.gradient_S is None else [self.gradient_S],
+        }

@@ -1,0 +1,196 @@
+"""The state of one chunk that rests off the accelerator: flat slices [S] by name.
+
+On host a slice is *at hand* always: operators work on it where it lies. On disk it is at hand
+inside ``at_hand`` only, in host memory that exists as long as that; what it holds is then written
+back.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    import torch
+
+    from shardwise.runtime.mover import Mover
+    from shardwise.tiers import Block, Tier, Transfer
+
+MASTER = "master"
+WORKING = "working"
+
+
+@dataclass(slots=True)
+class _Slice:
+    """One slice: where it rests, and its copy in host memory while there is one."""
+
+    home: Block
+    near: Block | None = None
+    reading: Transfer | None = None
+    is_written: bool = False
+
+
+class StateSlices:
+    """Named slices of one chunk that come to hand, and are put away, together."""
+
+    def __init__(self, mover: Mover, home: Tier, numel: int) -> None:
+        """Hold nothing yet.
+
+        Args:
+            mover: Carries them.
+            home: Where they rest: host or disk.
+            numel: Elements of every slice.
+        """
+        self._mover = mover
+        self._home = home
+        self._numel = numel
+        self._slices: dict[str, _Slice] = {}
+        self._depth = 0
+        self._is_changed = False
+        self._gradient: Block | None = None
+
+    @property
+    def is_on_host(self) -> bool:
+        """Operators can use the slices where they rest."""
+        return self._home is self._mover.tiers.host
+
+    @property
+    def is_at_hand(self) -> bool:
+        """The slices may be read and written now."""
+        return self.is_on_host or self._depth > 0
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._slices
+
+    @property
+    def names(self) -> list[str]:
+        """All slices, in order of making."""
+        return list(self._slices)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        """Return a slice that is at hand."""
+        assert self.is_at_hand, f"{name} is on disk"
+        entry = self._slices[name]
+        return (entry.home if self.is_on_host else _near(entry)).tensor
+
+    def get(self, name: str) -> torch.Tensor | None:
+        """Return a slice that is at hand, None where there is none of that name."""
+        return self[name] if name in self._slices else None
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a slice, wherever it is."""
+        return self._slices[name].home.dtype
+
+    def add(self, name: str, dtype: torch.dtype) -> None:
+        """Make a slice of zeros.
+
+        Raises:
+            BudgetError: It does not fit; nothing was changed.
+        """
+        assert name not in self._slices
+        entry = _Slice(self._mover.allocate(self._home, self._numel, dtype))
+        self._slices[name] = entry
+        if self.is_on_host:
+            entry.home.tensor.zero_()
+        elif self._depth:
+            self._bring(entry)
+
+    def prefetch(self) -> None:
+        """Start to bring the slices to hand."""
+        if self.is_on_host:
+            return
+        for entry in self._slices.values():
+            if entry.near is None and entry.is_written:
+                entry.near, entry.reading = self._mover.fetch(entry.home)
+
+    @contextmanager
+    def at_hand(self, *, is_changed: bool = True) -> Generator[None]:
+        """Inside, all slices may be read, and written if ``is_changed``. Contexts nest."""
+        if self.is_on_host:
+            yield
+            return
+        self.prefetch()
+        self._depth += 1
+        self._is_changed |= is_changed
+        try:
+            for entry in self._slices.values():
+                self._bring(entry)
+            yield
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._put_away()
+
+    def _bring(self, entry: _Slice) -> None:
+        """Return when one slice is in host memory."""
+        if entry.near is None:
+            host = self._mover.tiers.host
+            entry.near = host.allocate(self._numel, entry.home.dtype)
+            entry.near.tensor.zero_()
+        if entry.reading is not None:
+            reading, entry.reading = entry.reading, None
+            reading.wait()
+
+    def _put_away(self) -> None:
+        """Write what may have changed, and let go of host memory."""
+        is_changed, self._is_changed = self._is_changed, False
+        pairs: list[tuple[Block, Block]] = []
+        for entry in self._slices.values():
+            near, entry.near = entry.near, None
+            if near is None:
+                continue
+            if entry.reading is not None:
+                reading, entry.reading = entry.reading, None
+                reading.settle()
+                near.tier.free(near)
+            elif is_changed or not entry.is_written:
+                entry.is_written = True
+                pairs.append((near, entry.home))
+            else:
+                near.tier.free(near)
+        self._mover.write_back(pairs)
+
+    # ------------------------------------------------------------------ gradients
+
+    @property
+    def gradient_S(self) -> torch.Tensor | None:
+        """The reduced gradient in host memory, None while there is none."""
+        return None if self._gradient is None else self._gradient.tensor
+
+    def take_gradient(self, mean_S: torch.Tensor) -> torch.Tensor:
+        """Copy a reduced gradient to host memory, or add it to what is there; return that."""
+        if self._gradient is None:
+            self._gradient = self._mover.allocate(self._mover.tiers.host, self._numel, mean_S.dtype)
+            self._gradient.tensor.copy_(mean_S)
+        else:
+            total_S = self._gradient.tensor
+            total_S.add_(mean_S.to(total_S.device))
+        return self._gradient.tensor
+
+    def drop_gradient(self) -> None:
+        """Give the gradient's memory back."""
+        gradient, self._gradient = self._gradient, None
+        if gradient is not None:
+            gradient.tier.free(gradient)
+
+    def close(self) -> None:
+        """Give all memory back: the chunk is no more."""
+        assert not self._depth
+        self._mover.settle()
+        self.drop_gradient()
+        for entry in self._slices.values():
+            if entry.reading is not None:
+                entry.reading.settle()
+            for block in (entry.near, entry.home):
+                if block is not None:
+                    block.tier.free(block)
+        self._slices = {}
+
+
+def _near(entry: _Slice) -> Block:
+    """Return the copy in host memory."""
+    assert entry.near is not None
+    return entry.near
