@@ -102,7 +102,7 @@ class OwnSlices:
     @property
     def is_update_at_hand(self) -> bool:
         """True while ``update_S`` may be touched."""
-        resting = self._working if self.state is None or not self.has_master else self.state
+        resting = self.state if self.has_master else self._working
         return resting is None or resting.is_at_hand
 
     def fill_own(self, place_S: torch.Tensor) -> torch.Tensor | None:
