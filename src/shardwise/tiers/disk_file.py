@@ -96,14 +96,12 @@ class DiskFile:
             try:
                 count = call(self._descriptor, view[done:], offset + done)
             except OSError as error:
+                # EINVAL: no such thing here after all, or a short call ended inside a sector
                 if error.errno == EINVAL and was_direct:
                     self._stop_direct()
                     continue
                 what = f"{len(view)} bytes to be {verb}"
                 raise self._failure(error, what, offset) from error
-            if was_direct and count % SECTOR_BYTES:
-                # the rest would start inside a sector, which only the page cache can do
-                self._stop_direct()
             if count <= 0:
                 raise ShardwiseError(
                     mismatch(
