@@ -96,14 +96,12 @@ class DiskFile:
             try:
                 count = call(self._descriptor, view[done:], offset + done)
             except OSError as error:
+                # EINVAL: no such thing here after all, or a short call ended inside a sector
                 if error.errno == EINVAL and was_direct:
                     self._stop_direct()
                     continue
                 what = f"{len(view)} bytes to be {verb}"
                 raise self._failure(error, what, offset) from error
-            if was_direct and count % SECTOR_BYTES:
-                # the rest would start inside a sector, which only the page cache can do
-                self._stop_direct()
             if count <= 0:
                 raise ShardwiseError(
                     mismatch(
@@ -131,12 +129,15 @@ class DiskFile:
     def _failure(self, error: OSError, what: str, offset: int) -> ShardwiseError:
         """Phrase an error of the operating system."""
         is_full = error.errno in _FULL
+        where, fix = "", "look at the device and the system log"
+        if is_full:
+            where = f"{self._calls.free_bytes(self._descriptor)} bytes are free there"
+            fix = "free space there, lower the disk budget or name another folder"
         text = mismatch(
             f"disk tier, {self.name}",
             expected=f"{what} at offset {offset}",
             got=error,
-            fix="free space there, lower the disk budget or name another folder"
-            if is_full
-            else "look at the device and the system log",
+            where=where,
+            fix=fix,
         )
         return BudgetError(text) if is_full else ShardwiseError(text)

@@ -28,6 +28,10 @@ class FileCalls(Protocol):
         """Take room on the device, so that a later write cannot find it full."""
         ...
 
+    def free_bytes(self, descriptor: int) -> int:
+        """Return how much room the file system has left for this process."""
+        ...
+
     def truncate(self, descriptor: int, num_bytes: int) -> None:
         """Set the file's length."""
         ...
@@ -88,6 +92,11 @@ class SystemFileCalls:
             else:
                 return
         os.ftruncate(descriptor, offset + num_bytes)
+
+    def free_bytes(self, descriptor: int) -> int:
+        """Call fstatvfs; quotas are not seen by it."""
+        found = os.fstatvfs(descriptor)
+        return found.f_bavail * found.f_frsize
 
     def truncate(self, descriptor: int, num_bytes: int) -> None:
         """Call ftruncate."""

@@ -32,6 +32,9 @@ class FaultyFileCalls:
     def reserve(self, descriptor: int, offset: int, num_bytes: int) -> None:
         self._call("reserve", descriptor, offset, num_bytes)
 
+    def free_bytes(self, descriptor: int) -> int:
+        return self._call("free_bytes", descriptor)
+
     def truncate(self, descriptor: int, num_bytes: int) -> None:
         self._call("truncate", descriptor, num_bytes)
 

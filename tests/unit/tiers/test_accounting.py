@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.errors import BudgetError, ConfigurationError, ShardwiseError
 from shardwise.tiers import DiskTier, HostTier, open_tiers
@@ -141,3 +142,14 @@ def test_a_budget_below_zero_is_refused(name):
 def test_a_block_of_less_than_nothing_is_refused(place):
     with pytest.raises(ConfigurationError, match="numel of a block expected at least 0"):
         place.tier.allocate(-1, torch.float32)
+
+
+def test_memory_is_counted_in_a_dry_run_that_allocates_nothing():
+    with FakeTensorMode(), open_tiers(torch.device("cpu")) as tiers:
+        numel = 2**40  # 4 TiB
+        source = tiers.host.allocate(numel, torch.float32)
+        target = tiers.accelerator.allocate(numel, torch.float32)
+        tiers.copy(source, target).wait()
+        tiers.host.free(source)
+        assert (tiers.host.allocated_bytes, tiers.host.peak_bytes) == (0, 4 * numel)
+        assert tiers.accelerator.allocated_bytes == 4 * numel

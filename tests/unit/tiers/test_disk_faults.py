@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from errno import EDQUOT, EINVAL, EIO, ENOSPC
 
 import pytest
@@ -107,7 +108,9 @@ def test_a_full_device_is_a_budget_error_at_allocation_with_nothing_changed(plac
     block = place.store(VALUES)
     before = (place.tier.allocated_bytes, place.tier.peak_bytes, place.tier.file_bytes)
     calls.faults["reserve"] = failing_with(code)
-    with pytest.raises(BudgetError, match=r"room for 20480 bytes more .* but got .*; free space"):
+    calls.faults["free_bytes"] = lambda *_: 77
+    expected = r"room for 20480 bytes more .* \(77 bytes are free there\); free space"
+    with pytest.raises(BudgetError, match=expected):
         place.tier.allocate(5003, torch.float32)
     after = (place.tier.allocated_bytes, place.tier.peak_bytes, place.tier.file_bytes)
     assert after == before
@@ -118,19 +121,27 @@ def test_a_full_device_is_a_budget_error_at_allocation_with_nothing_changed(plac
 
 def test_an_almost_full_device_is_used_to_its_last_bytes(tmp_path):
     room_bytes = 3 * 4096
+    lengths_bytes = []
 
     def reserve(real, descriptor, offset, num_bytes):
         if offset + num_bytes > room_bytes:
-            real.reserve(descriptor, offset, room_bytes - offset)  # a part, as the system may
+            real.reserve(descriptor, 0, room_bytes)  # a part, as the system may
             raise OSError(ENOSPC, "full")
         real.reserve(descriptor, offset, num_bytes)
 
-    tier = DiskTier(DiskOptions(folder=tmp_path), calls=FaultyFileCalls(reserve=reserve))
+    def truncate(real, descriptor, num_bytes):
+        real.truncate(descriptor, num_bytes)
+        lengths_bytes.append((os.fstat(descriptor).st_size, tier.file_bytes))
+
+    calls = FaultyFileCalls(reserve=reserve, truncate=truncate)
+    tier = DiskTier(DiskOptions(folder=tmp_path), calls=calls)
     for _ in range(3):
         tier.allocate(1024, torch.float32)
     with pytest.raises(BudgetError):
         tier.allocate(1, torch.float32)
     assert tier.file_bytes == tier.allocated_bytes == room_bytes
+    assert lengths_bytes
+    assert all(length == expected for length, expected in lengths_bytes)
     tier.close()
 
 
@@ -166,6 +177,19 @@ def test_bytes_after_the_last_element_are_nobodys_and_not_checked(place, calls):
 
     calls.faults["read"] = flip_padding
     assert have_equal_bits(place.load(block), VALUES)
+
+
+def test_nothing_of_earlier_blocks_is_written_after_the_last_element(place, calls):
+    tails = []
+
+    def note(real, descriptor, view, offset):
+        tails.append(bytes(view[100:]))
+        return real.write(descriptor, view, offset)
+
+    place.store(VALUES)
+    calls.faults["write"] = note
+    place.store(VALUES[:25])
+    assert tails == [bytes(4096 - 100)]
 
 
 @pytest.mark.parametrize("call", ["read", "write"])
