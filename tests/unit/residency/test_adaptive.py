@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import BudgetError
@@ -241,14 +241,3 @@ def test_an_error_names_tier_need_limit_and_the_cheapest_change() -> None:
             needs=Needs(resident_bytes=2),
             pace=Pace(depth=0),
         )
-
-
-@settings(deadline=None)
-@given(chunk_sizes())
-def test_ranks_with_equal_sizes_decide_alike(chunks: tuple[ChunkBytes, ...]) -> None:
-    assume(len(chunks) > 1)
-    needs, pace = Needs(activation_bytes=0), Pace()
-    least = smallest_budget(chunks, limits=Limits(), needs=needs, pace=pace)
-    limits = Limits(accelerator_bytes=least + 10)
-    found = [adapt(tuple(chunks), limits=limits, needs=needs, pace=pace) for _ in range(2)]
-    assert found[0] == found[1]
