@@ -140,8 +140,6 @@ def choose_prefetches(
         whole_bytes = trace.chunks[chunk].whole_bytes
         if chunk in coming:
             coming[chunk] = coming.pop(chunk)
-        elif chunk in reads:  # it has to go and come back: too early for that
-            break
         if chunk not in reads:
             ahead_bytes += whole_bytes
             if ahead_bytes > prefetch_bytes:

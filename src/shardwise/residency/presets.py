@@ -1,6 +1,6 @@
 """The policies of an earlier memory manager by their names, as choices of this library.
 
-Source: ColossalAI, ``PlacementPolicyFactory`` (Gemini), 2022 and 2023.
+Source: ColossalAI, the policies of Gemini, 2022 and 2023.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def bound_staging(
         uses_disk: Some slice lies on disk; it passes through host memory on its way.
     """
     gradients = _largest((c.gradient_bytes for c in chunks), pace.depth + 1)
-    updates = [c.update_bytes + c.working_bytes for c in chunks]
+    updates = [c.update_bytes + c.working_bytes for c in chunks if c.update_bytes]
     on_accelerator = on_host = 0
     if has_updates_away:
         on_accelerator += gradients

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.errors import BudgetError
@@ -214,6 +214,16 @@ def test_what_does_not_fit_on_the_host_goes_to_disk_the_least_valuable_first() -
     assert [residency.update_home(i) for i in range(4)] == [Tier.HOST, *[Tier.DISK] * 3]
 
 
+def test_the_disk_is_filled_to_its_limit_and_no_further() -> None:
+    chunks = (ChunkBytes(working_bytes=2, master_bytes=4),) * 4
+    needs, pace = Needs(activation_bytes=0), Pace(depth=0)
+    limits = Limits(accelerator_bytes=8, host_bytes=12, disk_bytes=16)
+    residency = adapt(chunks, limits=limits, needs=needs, pace=pace)
+    assert residency.bytes_in(Tier.DISK, chunks) == 16
+    with pytest.raises(BudgetError, match=r"the disk tier .*; raise Budget\.disk to 16 bytes"):
+        adapt(chunks, limits=replace(limits, disk_bytes=15), needs=needs, pace=pace)
+
+
 def test_an_error_names_tier_need_limit_and_the_cheapest_change() -> None:
     chunks = (ChunkBytes(working_bytes=2, master_bytes=4),) * 4
     limits = Limits(accelerator_bytes=10, host_bytes=5)
@@ -231,14 +241,3 @@ def test_an_error_names_tier_need_limit_and_the_cheapest_change() -> None:
             needs=Needs(resident_bytes=2),
             pace=Pace(depth=0),
         )
-
-
-@settings(deadline=None)
-@given(chunk_sizes())
-def test_ranks_with_equal_sizes_decide_alike(chunks: tuple[ChunkBytes, ...]) -> None:
-    assume(len(chunks) > 1)
-    needs, pace = Needs(activation_bytes=0), Pace()
-    least = smallest_budget(chunks, limits=Limits(), needs=needs, pace=pace)
-    limits = Limits(accelerator_bytes=least + 10)
-    found = [adapt(tuple(chunks), limits=limits, needs=needs, pace=pace) for _ in range(2)]
-    assert found[0] == found[1]

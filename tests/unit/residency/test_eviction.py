@@ -142,7 +142,9 @@ def test_what_is_pinned_stays() -> None:
 
 def test_what_is_read_sooner_than_the_newcomer_stays() -> None:
     foresight = Foresight(same_size_trace([0, 1, 2, 3]), at=0)
-    room = choose_victims(held(1, 3), needed_bytes=2, limit_bytes=2, foresight=foresight, beyond=2)
+    room = choose_victims(
+        held(1, 2, 3), needed_bytes=2, limit_bytes=2, foresight=foresight, beyond=2
+    )
     assert room == Room((3,), fits=False)
 
 
@@ -177,6 +179,13 @@ def test_a_prefetch_replaces_only_what_is_not_read_until_then() -> None:
 
 def foresight_of(uses: list[int]) -> Foresight:
     return Foresight(same_size_trace(uses), at=0)
+
+
+def test_a_prefetch_replaces_the_least_recently_used_of_then() -> None:
+    found = choose_prefetches(
+        held(2, 1, 0, pinned=0), foresight=foresight_of([0, 2, 3]), limit_bytes=3, prefetch_bytes=9
+    )
+    assert found == (Prefetch(3, victims=(1,)),)  # 2 will be more recent
 
 
 @pytest.mark.parametrize(("prefetch_bytes", "chunks"), [(0, []), (1, []), (2, [2]), (3, [2, 3])])

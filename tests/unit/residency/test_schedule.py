@@ -146,6 +146,21 @@ def test_bytes_on_their_way_between_disk_and_accelerator_pass_through_the_host()
     assert account.held_bytes[Tier.HOST] == (10, 0)
 
 
+def test_the_bound_on_the_host_counts_slices_that_travel_for_gathers() -> None:
+    trace = training_step((ChunkBytes(whole_bytes=10, working_bytes=10),) * 4)
+    residency = reside([Tier.DISK] * 4, [Tier.ACCELERATOR] * 4)
+    pace = Pace(prefetch_bytes=20)
+    account = simulate(
+        make_schedule(trace, residency=residency, pace=pace),
+        trace,
+        residency=residency,
+        pace=pace,
+        limits=Limits(disk_bytes=None),
+    )
+    bound = bound_staging(trace.chunks, pace, has_updates_away=False, uses_disk=True)
+    assert account.peak_bytes(Tier.HOST) == bound.host_bytes == 30
+
+
 def test_the_account_counts_everything_that_a_tier_holds() -> None:
     trace = training_step((MASTERS, MASTERS), activation_bytes=100)
     residency = reside([Tier.HOST, Tier.ACCELERATOR], [Tier.ACCELERATOR, Tier.HOST])
@@ -202,30 +217,64 @@ def test_a_schedule_with_a_part_missing_is_found_out(what: str, data) -> None:
     assert any(words in fault for words in BROKEN[what].split("|"))
 
 
-def test_values_that_are_outdated_or_not_yet_home_are_found_out() -> None:
+def delay(schedule: Schedule, purpose: Purpose, *, until: int) -> Schedule:
+    """Let what was written before a moment arrive home only then."""
+
+    def is_late(state: State, source: Tier, after: int) -> bool:
+        return (state.purpose, source) == (purpose, Tier.ACCELERATOR) and after < until
+
+    return replace(
+        schedule,
+        moves=tuple(
+            replace(m, before_moment=until) if is_late(m.state, m.source, m.after_moment) else m
+            for m in schedule.moves
+        ),
+        stays=tuple(
+            replace(s, until_moment=max(s.until_moment, until))
+            if is_late(s.state, s.tier, s.after_moment)
+            else s
+            for s in schedule.stays
+        ),
+    )
+
+
+@pytest.mark.parametrize("update_tier", [Tier.HOST, Tier.ACCELERATOR])
+def test_a_gradient_that_is_not_home_in_time_is_found_out(update_tier: Tier) -> None:
     trace = training_step((MASTERS, MASTERS))
     residency = reside([Tier.HOST] * 2, [Tier.HOST] * 2)
+    pace = Pace(depth=0, update_tier=update_tier)
+    schedule = delay(
+        make_schedule(trace, residency=residency, pace=pace), Purpose.GRADIENT, until=6
+    )
+    assert faults_of(schedule, trace, residency, pace) == (
+        "moment 4: the gradient slice of chunk 0 is not where it is updated",
+        "moment 5: the gradient slice of chunk 1 is not where it is updated",
+    )
+
+
+def test_a_working_slice_that_is_not_home_before_its_gather_is_found_out() -> None:
+    step = training_step((MASTERS,))
+    trace = replace(step, moments=step.moments * 2)
+    residency = reside([Tier.HOST], [Tier.HOST])
     pace = Pace(depth=0, update_tier=Tier.ACCELERATOR)
     schedule = make_schedule(trace, residency=residency, pace=pace)
-    late = [
-        replace(m, before_moment=6)
-        if m.state.purpose is Purpose.GRADIENT and m.after_moment < 4
-        else m
-        for m in schedule.moves
-    ]
-    longer = [
-        replace(s, until_moment=6) if s.state.purpose is Purpose.GRADIENT else s
-        for s in schedule.stays
-    ]
-    faults = faults_of(
-        replace(schedule, moves=tuple(late), stays=tuple(longer)), trace, residency, pace
+    assert faults_of(schedule, trace, residency, pace) == ()
+    late = delay(schedule, Purpose.WORKING, until=4)
+    assert faults_of(late, trace, residency, pace) == (
+        "moment 3: chunk 0 is gathered without its slice",
     )
-    assert all("the gradient slice" in f and "not where it is updated" in f for f in faults)
-    assert len(faults) == 2
-    doubled = replace(trace, moments=(*trace.moments, *trace.moments))
-    kept = [replace(g, until_moment=len(doubled)) for g in schedule.gathers[-2:]]
-    faults = faults_of(replace(schedule, gathers=tuple(kept)), doubled, residency, pace)
-    assert any("values from before an update" in fault for fault in faults)
+
+
+def test_values_from_before_an_update_are_found_out() -> None:
+    step = training_step((MASTERS,))
+    trace = replace(step, moments=step.moments * 2)
+    residency = reside([Tier.ACCELERATOR], [Tier.ACCELERATOR])
+    schedule = make_schedule(trace, residency=residency, pace=Pace())
+    kept = replace(schedule, gathers=(replace(schedule.gathers[0], until_moment=6),))
+    assert faults_of(kept, trace, residency, Pace()) == (
+        "moment 3: chunk 0 is read with values from before an update",
+        "moment 4: chunk 0 is read with values from before an update",
+    )
 
 
 def test_a_limit_that_is_crossed_is_found_out() -> None:
