@@ -18,7 +18,8 @@ from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
 from shardwise.options import MixedPrecision, StaticOffload
 from shardwise.runtime.build import PackingPolicy, check_parameters
 from shardwise.runtime.collectives import broadcast_from_first
-from shardwise.runtime.engine import Engine, EngineOptions
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.engine_options import EngineOptions
 from shardwise.runtime.managed import ATTRIBUTE, record_of
 from shardwise.runtime.materialise import Materialiser, device_for, has_meta
 from shardwise.runtime.offload import check_offload

@@ -1,8 +1,8 @@
 """Optimizer state that rests off the accelerator: one flat slice per chunk and state name.
 
-The wrapped optimizer makes its state as it always does, one tensor per piece. Where a chunk's state
-rests elsewhere, each of these is moved into the chunk's slice of that name and replaced by a view of
-it. While a slice is on disk, pieces and state are stand-ins: the right shape, and no values.
+The wrapped optimizer makes its state as it always does, one tensor per piece. Where the state of a
+chunk rests elsewhere, each of these is moved into the chunk's slice of that name and replaced by a
+view of it. While a slice is on disk, pieces and state are stand-ins: the right shape, no values.
 """
 
 from __future__ import annotations

@@ -12,7 +12,8 @@ from shardwise.errors import ConfigurationError, mismatch
 from shardwise.optimizer.atoms import Atom, atoms_of, choose_atom
 from shardwise.optimizer.binding import Binding, check_members
 from shardwise.runtime.build import PackingPolicy, check_parameters
-from shardwise.runtime.engine import Engine, EngineOptions
+from shardwise.runtime.engine import Engine
+from shardwise.runtime.engine_options import EngineOptions
 from shardwise.runtime.managed import record_of
 from shardwise.runtime.offload import check_offload
 from shardwise.runtime.topology import PARAMETER_STAGE, make_topology

@@ -123,9 +123,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         binding.refresh()
         self._stepper = Stepper(inner, binding)
         self._share()
-        engines = binding.engines()
         binding.serve(self)
-        precision = next((e.precision for e in engines if e.precision is not None), None)
+        precisions = (engine.precision for engine in binding.engines())
+        precision = next((one for one in precisions if one is not None), None)
         scale = precision.loss_scale if precision is not None else LossScale()
         self._gradients = Gradients(binding, LossScaler(scale))
         self.last_step_skipped = False
@@ -169,7 +169,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._inner
 
     def held_storages(self) -> dict[str, list[torch.Tensor]]:
-        """Return the tensors whose storages this rank holds, by purpose, for accounting."""
+        """Return the tensors that this rank holds, by purpose, for accounting."""
         return held_storages(self._inner, self._binding)
 
     # ------------------------------------------------------------------ gradients
@@ -309,9 +309,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as in torch; its parameters are sharded like the others.
 
-        Raises:
-            ConfigurationError: A parameter is already in a group, or belongs to no sharded module.
-
+        Raises ``ConfigurationError`` for a parameter that is in a group, or in no sharded module.
         Collectives: those of ``shard`` where the parameters are not sharded yet.
         """
         if not self._is_ready:
@@ -370,10 +368,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         scaler = self._gradients.scaler
         if scaler is not None and extra.get("loss_scaler") is not None:
             scaler.load_state_dict(extra["loss_scaler"])
-        for engine in self._binding.engines():
-            for chunk in engine.chunks:
-                self._binding.resting.adopt(chunk)
-        self._exchange().load_masters(extra.get("masters", {}))
+        self._exchange().finish_load(extra.get("masters", {}))
 
     def _exchange(self) -> StateExchange:
         """Return the translator between pieces and whole state."""
@@ -382,8 +377,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def refresh_master_parameters(self) -> None:
         """Take float32 masters from the working parameters.
 
-        Needed after values were written behind autograd's back (``parameter.data``); writes that
-        autograd sees, such as ``load_state_dict``, are noticed by the next step. Collectives: none.
+        Needed after writes behind autograd's back (``parameter.data``); others are noticed by the
+        next step. Collectives: none.
         """
         with torch.no_grad():
             for engine in self._binding.engines():

@@ -264,8 +264,14 @@ class StateExchange:
             local_groups.append({**saved, "params": params})
         return {"state": local_state, "param_groups": local_groups}
 
-    def load_masters(self, masters: dict[int, torch.Tensor]) -> None:
-        """Take exact masters, and the working values that they round to. Collectives: none."""
+    def finish_load(self, masters: dict[int, torch.Tensor]) -> None:
+        """Move what was loaded to where it rests, and take exact masters. Collectives: none.
+
+        Working values become what the masters round to.
+        """
+        for engine in self._binding.engines():
+            for chunk in engine.chunks:
+                self._binding.resting.adopt(chunk)
         for index, whole in masters.items():
             record = self._members[index].record
             if record is None or not record.chunk.own.has_exact_master:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,6 @@ from torch import nn
 from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
 from shardwise.runtime.absent import describing
 from shardwise.runtime.build import (
-    PackingPolicy,
     build_chunks,
     check_parameters,
     check_same_on_all_ranks,
@@ -34,7 +33,7 @@ from shardwise.runtime.collectives import (
 from shardwise.runtime.divergence import Whereabouts
 from shardwise.runtime.dry import is_dry_run
 from shardwise.runtime.managed import ATTRIBUTE, ManagedParameter, record_of
-from shardwise.runtime.offload import Offload
+from shardwise.runtime.offload import describe, open_offload
 from shardwise.runtime.pool import BufferPool
 from shardwise.runtime.reducer import OUTSIDE_BACKWARD, UNSCALED, GradientReducer
 from shardwise.runtime.reduction import Reduction
@@ -45,32 +44,11 @@ from shardwise.runtime.values import ParameterValues
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
-    from shardwise.options import MixedPrecision, StaticOffload
+    from shardwise.options import MixedPrecision
     from shardwise.runtime.chunk import Chunk
+    from shardwise.runtime.engine_options import EngineOptions
     from shardwise.runtime.materialise import Materialiser
     from shardwise.runtime.topology import Topology
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """Settings of one engine."""
-
-    stage: int
-    """0 to 3."""
-    packing: PackingPolicy
-    """Dtypes and chunks."""
-    sums_gradients: bool = False
-    """Sum gradients over ranks instead of averaging them."""
-    knows_model: bool = False
-    """Parameters are used inside one known module, so that first uses can wait for updates."""
-    leaves_stand_ins: bool = True
-    """Put a stand-in into ``parameter.grad`` while a reduced gradient is held; else None."""
-    offload: StaticOffload | None = None
-    """What rests off the accelerator between uses."""
-    keep_bytes: float = 0
-    """Stage 3: gathered bytes to keep between forward and backward; inf keeps all."""
-    prefetch_bytes: int | None = None
-    """Stage 3: bytes gathered ahead of their use; None allows one bundle."""
 
 
 class Engine:
@@ -95,8 +73,8 @@ class Engine:
         check_parameters(named, meta_as=topology.device if materialiser else None)
         packing = options.packing
         settings = (options.stage, packing.precision, packing.chunk_bytes, options.sums_gradients)
-        self.offload, refusal = _open(options.offload, topology)
-        settings += (refusal is None, _homes_of(options.offload))
+        self.offload, refusal = open_offload(options.offload, topology.device)
+        settings += (refusal is None, describe(options.offload))
         try:
             check_same_on_all_ranks(named, settings, topology)
             if refusal is not None:
@@ -408,23 +386,6 @@ class Engine:
         """Return what the optimizer updates, whole. Collectives: one all-gather."""
         with chunk.own.at_hand(is_changed=False):
             return self.gather(chunk, chunk.own.update_S)
-
-
-def _open(
-    choice: StaticOffload | None, topology: Topology
-) -> tuple[Offload | None, ConfigurationError | None]:
-    """Return the tiers that a choice needs, or why this rank cannot have them."""
-    if choice is None:
-        return None, None
-    try:
-        return Offload(choice, topology.device), None
-    except ConfigurationError as refusal:
-        return None, refusal
-
-
-def _homes_of(choice: StaticOffload | None) -> object:
-    """Return what ranks must have chosen alike; each may have a disk of its own."""
-    return None if choice is None else (choice.parameters, choice.optimizer, choice.to)
 
 
 def _weigh_with_nothing(engine: weakref.ref[Engine]) -> None:

@@ -154,3 +154,20 @@ def check_offload(choice: StaticOffload | None, *, stage: int) -> StaticOffload 
             )
         )
     return choice
+
+
+def open_offload(
+    choice: StaticOffload | None, device: torch.device
+) -> tuple[Offload | None, ConfigurationError | None]:
+    """Return the tiers that a choice needs, or why this rank cannot have them."""
+    if choice is None:
+        return None, None
+    try:
+        return Offload(choice, device), None
+    except ConfigurationError as refusal:
+        return None, refusal
+
+
+def describe(choice: StaticOffload | None) -> object:
+    """Return what ranks must have chosen alike; each may have a disk of its own."""
+    return None if choice is None else (choice.parameters, choice.optimizer, choice.to)
