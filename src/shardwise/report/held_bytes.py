@@ -27,7 +27,7 @@ class HeldBytes:
     """Bytes per category; each storage belongs to one."""
 
     parameters: int
-    """Parameters and buffers that forward uses."""
+    """Parameters and buffers that forward uses, on the accelerator like the next two."""
 
     gradients: int
     """Gradients that exist now; none between ``zero_grad()`` and the next backward."""
@@ -35,9 +35,15 @@ class HeldBytes:
     optimizer_state: int
     """What the optimizer keeps between steps, masters included."""
 
+    host: int = 0
+    """State of any kind that rests in host memory."""
+
+    disk: int = 0
+    """State of any kind that rests on disk."""
+
     @property
     def total(self) -> int:
-        """Sum over the categories."""
+        """Sum over what is on the accelerator."""
         return self.parameters + self.gradients + self.optimizer_state
 
 
@@ -67,6 +73,8 @@ def held_bytes(model: nn.Module, optimizer: Optimizer) -> HeldBytes:
     state = _tensors([optimizer.state, optimizer.param_groups])
     seen: set[int] = set()
     return HeldBytes(
+        host=_count(named.get("host", ()), seen),
+        disk=_count(named.get("disk", ()), seen),
         parameters=_count([*named.get("parameters", ()), *weights], seen),
         gradients=_count([*named.get("gradients", ()), *gradients], seen),
         optimizer_state=_count(

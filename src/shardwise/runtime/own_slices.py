@@ -226,11 +226,14 @@ class OwnSlices:
     # ------------------------------------------------------------------ accounting
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Return the slices in memory by purpose."""
-        is_parameter_near = self._working is None or self._working.is_at_hand
-        is_master_near = self.has_master and self.is_update_at_hand
-        return {
-            "parameters": [self.parameter_S] if is_parameter_near else [],
-            "masters": [self.update_S] if is_master_near else [],
-            "gradients": [] if self.gradient_S is None else [self.gradient_S],
+        """Return the slices by purpose, those that rest elsewhere by tier."""
+        held: dict[str, list[torch.Tensor]] = {"host": [], "disk": []}
+        for resting in (self._working, self.state):
+            for tier, tensors in (resting.tensors() if resting is not None else {}).items():
+                held[tier] += tensors
+        gradient_S = self.gradient_S if self.state is None else None
+        return held | {
+            "parameters": [] if self._parameter_S is None else [self._parameter_S],
+            "masters": [] if self._master_S is None else [self._master_S],
+            "gradients": [] if gradient_S is None else [gradient_S],
         }

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Generator
-
-    import torch
 
     from shardwise.runtime.mover import Mover
     from shardwise.tiers import Block, Tier, Transfer
@@ -152,6 +152,19 @@ class StateSlices:
             else:
                 near.tier.free(near)
         self._mover.write_back(pairs)
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        """Return what is held, by tier, for accounting; what is on disk as meta tensors."""
+        entries = self._slices.values()
+        blocks = [b for e in entries for b in (e.home, e.near) if b is not None]
+        held: dict[str, list[torch.Tensor]] = {"host": [], "disk": []}
+        for block in blocks:
+            is_on_host = block.tier is self._mover.tiers.host
+            meta = torch.empty(block.numel, dtype=block.dtype, device="meta")
+            held["host" if is_on_host else "disk"].append(block.tensor if is_on_host else meta)
+        if self._gradient is not None:
+            held["host"].append(self._gradient.tensor)
+        return held
 
     # ------------------------------------------------------------------ gradients
 
