@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from shardwise.runtime import offload as runtime_offload
 from tests.kit.hostile import open_hostile_tiers
 
+if TYPE_CHECKING:
+    import pytest
+    import torch
+    from torch import nn
 
-def use_hostile_tiers(monkeypatch, *, seed: int = 0) -> None:
+    from shardwise.tiers import DiskOptions, Tiers
+
+
+def use_hostile_tiers(monkeypatch: pytest.MonkeyPatch, *, seed: int = 0) -> None:
     """Open hostile tiers from now on: copies land when waited for, undefined memory is NaN."""
 
-    def open_tiers(device, *, disk=None):
+    def open_tiers(device: torch.device, *, disk: DiskOptions | None = None) -> Tiers:
         return open_hostile_tiers(seed=seed, early_share=0.3, disk=disk)
 
     monkeypatch.setattr(runtime_offload, "open_tiers", open_tiers)
 
 
-def tiers_of(model):
+def tiers_of(model: nn.Module) -> Tiers:
     """Return the tiers behind a sharded module."""
-    return model._shardwise.offload.mover.tiers
+    engine: Any = model.__dict__["_shardwise"]
+    return engine.offload.mover.tiers

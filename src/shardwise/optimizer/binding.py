@@ -47,11 +47,12 @@ class Binding:
 
     def add_group(self, parameters: list[nn.Parameter]) -> None:
         """Bind the parameters of the next group."""
-        members = [Member(p, record_of(p)) for p in parameters]
-        for member in members:
-            if member.record is not None:
-                member.record.is_claimed = True
-        self.groups.append(members)
+        self.groups.append([Member(p, record_of(p)) for p in parameters])
+
+    def claim(self) -> None:
+        """Say that an optimizer updates all members."""
+        for record in self.records():
+            record.is_claimed = True
 
     def members(self) -> Iterator[Member]:
         """Yield every parameter in index order (the order of a plain state dict)."""
@@ -76,6 +77,11 @@ class Binding:
             if engine not in self._served:
                 self._served.add(engine)
                 engine.serve(face)
+
+    def reserve_state(self) -> None:
+        """Take room for state that will rest elsewhere: see ``RestingState.reserve``."""
+        groups = [[m.record for m in members if m.record is not None] for members in self.groups]
+        self.resting.reserve(groups, self.engines())
 
     def piece(self, record: ManagedParameter) -> nn.Parameter | None:
         """Return what the optimizer sees of a parameter on this rank."""

@@ -8,18 +8,22 @@ view of it. While a slice is on disk, pieces and state are stand-ins: the right 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.optimizer.pieces import shape_of_piece, shape_piece
+from shardwise.errors import BudgetError
+from shardwise.optimizer.kinds import STATE_PER_PARAMETER
+from shardwise.optimizer.pieces import is_whole_atom, shape_of_piece, shape_piece
+from shardwise.runtime.offload import raise_together
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Sequence
 
     from torch import nn
 
     from shardwise.runtime.chunk import Chunk
+    from shardwise.runtime.engine import Engine
     from shardwise.runtime.managed import ManagedParameter
     from shardwise.runtime.state_slices import StateSlices
 
@@ -35,6 +39,50 @@ class RestingState:
         self._piece_of = piece_of
         self._away: dict[nn.Parameter, dict[str, str]] = {}
         """Which entries of a piece's state are views of which slice."""
+        self._foretold: dict[tuple[str, torch.dtype, bool], dict[str, torch.dtype]] = {}
+
+    def reserve(
+        self, groups: Sequence[Sequence[ManagedParameter]], engines: Sequence[Engine]
+    ) -> None:
+        """Take room for the state that the first step will make, as far as that can be known.
+
+        Raises:
+            BudgetError: It is not there on some rank; nothing was changed on any.
+
+        Collectives: an agreement per engine whose state rests elsewhere.
+        """
+        added: list[tuple[StateSlices, str]] = []
+        error: BudgetError | None = None
+        try:
+            for group, records in zip(self._optimizer.param_groups, groups, strict=True):
+                for record in records:
+                    slices = record.chunk.own.state
+                    for name, dtype in self._foretell(group, record).items():
+                        key = key_of(name, dtype)
+                        if slices is not None and key not in slices:
+                            slices.add(key, dtype)
+                            added.append((slices, key))
+        except BudgetError as refusal:
+            error = refusal
+        try:
+            for engine in engines:
+                if engine.offload is not None:
+                    raise_together(error, engine.topology)
+        except BudgetError:
+            for slices, key in added:
+                slices.remove(key)
+            raise
+
+    def _foretell(self, group: dict[str, Any], record: ManagedParameter) -> dict[str, torch.dtype]:
+        """Return the state that a parameter of a group will have, cut like it."""
+        if record.chunk.own.state is None or not record.parameter.requires_grad:
+            return {}
+        options = {name: value for name, value in group.items() if name != "params"}
+        dtype, is_matrix = record.chunk.own.update_dtype, is_whole_atom(record)
+        key = (str(options), dtype, is_matrix)
+        if key not in self._foretold:
+            self._foretold[key] = foretell(type(self._optimizer), options, dtype, is_matrix)
+        return self._foretold[key]
 
     def prefetch(self, chunk: Chunk) -> None:
         """Start to bring what an update of a chunk needs."""
@@ -89,7 +137,7 @@ class RestingState:
             for name, value in list(state.items()):
                 if not isinstance(value, torch.Tensor) or value.shape != piece.shape:
                     continue
-                key = f"{name} {str(value.dtype).removeprefix('torch.')}"
+                key = key_of(name, value.dtype)
                 if key not in slices:
                     slices.add(key, value.dtype)
                 place = shape_piece(record, slices[key])
@@ -109,6 +157,45 @@ class RestingState:
             piece.data = stand_in(record, piece.dtype)
             for name, key in self._away.get(piece, {}).items():
                 self._optimizer.state[piece][name] = stand_in(record, slices.dtype(key))
+
+
+def key_of(name: str, dtype: torch.dtype) -> str:
+    """Return the name of the slice of one kind of state; dtypes of one name are kept apart."""
+    return f"{name} {str(dtype).removeprefix('torch.')}"
+
+
+def foretell(
+    kind: type[torch.optim.Optimizer],
+    options: dict[str, Any],
+    dtype: torch.dtype,
+    is_matrix: bool,
+) -> dict[str, torch.dtype]:
+    """Return the state of one parameter after a step that is tried on a tiny one.
+
+    Args:
+        kind: Class of the optimizer.
+        options: Of the parameter's group.
+        dtype: Of the parameter.
+        is_matrix: It is updated as a whole.
+
+    Returns:
+        The state tensors shaped like their parameter; none where the class cannot be tried.
+    """
+    if kind not in STATE_PER_PARAMETER:
+        return {}
+    probe = torch.nn.Parameter(torch.zeros((2, 2) if is_matrix else 2, dtype=dtype))
+    probe.grad = torch.zeros_like(probe)
+    try:
+        optimizer: Any = kind([{**options, "params": [probe]}])  # pyrefly: ignore
+        optimizer.step()
+    except (RuntimeError, TypeError, ValueError):
+        return {}
+    state = optimizer.state.get(probe, {})
+    return {
+        name: value.dtype
+        for name, value in state.items()
+        if isinstance(value, torch.Tensor) and value.shape == probe.shape
+    }
 
 
 def stand_in(record: ManagedParameter, dtype: torch.dtype) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigurationError, mismatch
+from shardwise.errors import BudgetError, ConfigurationError, mismatch
 from shardwise.optimizer.atoms import Atom, atoms_of, choose_atom
 from shardwise.optimizer.binding import Binding, check_members
 from shardwise.runtime.build import PackingPolicy, check_parameters
@@ -80,15 +80,23 @@ def set_up(optimizer: torch.optim.Optimizer, options: SetUp) -> Binding:
     atom = choose_atom(optimizer, options.atom)
     groups = check_members(optimizer)
     parameters = [parameter for group in groups for parameter in group]
+    made: Engine | None = None
     if any(record_of(parameter) is not None for parameter in parameters):
         _check_managed(parameters, options)
         _check_atoms(parameters, atom)
     else:
         _check_stage(options)
-        _make_engine(parameters, _names(groups), atom, options)
+        made = _make_engine(parameters, _names(groups), atom, options)
     binding = Binding(optimizer)
     for group in groups:
         binding.add_group(group)
+    try:
+        binding.reserve_state()
+    except BudgetError:
+        if made is not None:
+            _undo(made)
+        raise
+    binding.claim()
     return binding
 
 
@@ -116,6 +124,26 @@ def bind_group(
             optimizer.param_groups.pop()
             raise
     binding.add_group(parameters)
+    try:
+        binding.reserve_state()
+    except BudgetError:
+        optimizer.param_groups.pop()
+        binding.groups.pop()
+        raise
+    binding.claim()
+
+
+class _NoFace:
+    """Stands for the optimizer that could not be made."""
+
+    __slots__ = ("__weakref__",)
+
+
+def _undo(engine: Engine) -> None:
+    """Make parameters plain again that were sharded for an optimizer alone."""
+    face = _NoFace()
+    engine.serve(face)
+    del face  # the last one that uses them
 
 
 def _new_members(binding: Binding, param_group: dict[str, Any]) -> list[nn.Parameter]:

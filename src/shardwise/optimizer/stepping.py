@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from shardwise.optimizer.kinds import STATE_PER_PARAMETER
 from shardwise.optimizer.pieces import shape_piece
 
 if TYPE_CHECKING:
@@ -23,24 +24,6 @@ if TYPE_CHECKING:
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.engine import Engine
     from shardwise.runtime.managed import ManagedParameter
-
-STATE_PER_PARAMETER: frozenset[type[torch.optim.Optimizer]] = frozenset(
-    {
-        torch.optim.ASGD,
-        torch.optim.Adadelta,
-        torch.optim.Adafactor,
-        torch.optim.Adagrad,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.Muon,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.SGD,
-    }
-)
 
 
 class Factors:

@@ -213,7 +213,7 @@ def build_chunks(
     ]
     plans.sort(key=lambda plan: plan.first)
     shapes = [_shape_of(plan, policy, topology) for plan in plans]
-    homes = None if policy.offload is None else policy.offload.choose(shapes)
+    homes = None if policy.offload is None else policy.offload.choose(shapes, topology)
     by_index = {record.index: record for record in records}
     packed: list[tuple[Chunk, list[ManagedParameter]]] = []
     for index, (plan, shape) in enumerate(zip(plans, shapes, strict=True)):
@@ -246,12 +246,12 @@ def _settle(
     chunk.bind(parts, topology.shard.rank)
     if homes is not None:
         chunk.own.rest_state(
-            homes.state_of(chunk.index, shape),
+            homes.state_of(chunk.index),
             is_trainable=shape.is_trainable,
             is_beside_working=homes.is_together(chunk.index, shape),
         )
     if shape.is_sliced:
-        chunk.shed(None if homes is None else homes.working_of(chunk.index, shape))
+        chunk.shed(None if homes is None else homes.working_of(chunk.index))
 
 
 def _shape_of(plan: _Plan, policy: PackingPolicy, topology: Topology) -> ChunkShape:

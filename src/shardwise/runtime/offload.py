@@ -5,21 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardwise.errors import ConfigurationError, mismatch
+import torch
+
+from shardwise.errors import BudgetError, ConfigurationError, ShardwiseError, mismatch
 from shardwise.options import StaticOffload
 from shardwise.residency import ChunkBytes, Purpose, Residency, divide
 from shardwise.residency import Tier as TierName
+from shardwise.runtime.collectives import all_reduce_scalars
 from shardwise.runtime.mover import Mover
-from shardwise.runtime.state_slices import StateSlices
+from shardwise.runtime.state_slices import MASTER, WORKING, StateSlices
 from shardwise.runtime.topology import PARAMETER_STAGE
 from shardwise.tiers import DiskOptions, open_tiers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
-
-    from shardwise.tiers import Tier
+    from shardwise.runtime.topology import Topology
 
 _ASSUMED_STATE = 2
 """Slices of optimizer state in float32: Adam's. A fraction of bytes depends little on it."""
@@ -61,9 +62,27 @@ class Offload:
         disk = None if folder is None else DiskOptions(folder=folder)
         self.mover = Mover(open_tiers(device, disk=disk))
 
-    def choose(self, shapes: Sequence[ChunkShape]) -> Homes:
-        """Return the homes of all chunks, equal on all ranks."""
-        return Homes(self.mover, divide([shape.sizes() for shape in shapes], self._choice), self)
+    def choose(self, shapes: Sequence[ChunkShape], topology: Topology) -> Homes:
+        """Return the homes of all chunks, equal on all ranks.
+
+        Raises:
+            BudgetError: There is no room for them on some rank; nothing was changed on any.
+
+        Collectives: one agreement.
+        """
+        homes, error = None, None
+        try:
+            homes = Homes(self, divide([shape.sizes() for shape in shapes], self._choice), shapes)
+        except BudgetError as refusal:
+            error = refusal
+        try:
+            raise_together(error, topology)
+        except BudgetError:
+            if homes is not None:
+                homes.close()
+            raise
+        assert homes is not None
+        return homes
 
     @property
     def rests_all(self) -> bool:
@@ -81,50 +100,99 @@ class Offload:
 
 
 class Homes:
-    """Where the state of each chunk rests."""
+    """Where the slices of each chunk rest; room for masters and working slices is taken at once."""
 
-    def __init__(self, mover: Mover, residency: Residency, offload: Offload) -> None:
-        """Carry out one residency."""
-        self._mover, self._residency, self._offload = mover, residency, offload
+    def __init__(
+        self, offload: Offload, residency: Residency, shapes: Sequence[ChunkShape]
+    ) -> None:
+        """Take room.
 
-    def state_of(self, index: int, shape: ChunkShape) -> StateSlices | None:
-        """Return an empty home for a chunk's master and optimizer state, None on the accelerator.
-
-        A frozen chunk has none of these yet; it follows the rest. Where the working slice itself is
-        updated, its state lies with it.
+        Raises:
+            BudgetError: It is not there; nothing was changed.
         """
-        tier = self._tier(self._state_home(index, shape))
-        return None if tier is None else StateSlices(self._mover, tier, shape.slice_numel)
+        self._offload, self._residency = offload, residency
+        self._states: list[StateSlices | None] = []
+        self._working: list[StateSlices | None] = []
+        try:
+            for index, shape in enumerate(shapes):
+                self._add(index, shape)
+        except BudgetError:
+            self.close()
+            raise
 
-    def working_of(self, index: int, shape: ChunkShape) -> StateSlices | None:
-        """Return an empty home for a chunk's working slice, None on the accelerator."""
-        tier = self._tier(self._working_home(index))
-        return None if tier is None else StateSlices(self._mover, tier, shape.slice_numel)
+    def _add(self, index: int, shape: ChunkShape) -> None:
+        """Take room for one chunk."""
+        working = self._slices(self._working_home(index), shape)
+        self._working.append(working)
+        if working is not None:
+            working.add(WORKING, shape.param_dtype)
+        state = self._slices(self._state_home(index, shape), shape)
+        self._states.append(state)
+        is_updated_apart = shape.has_master or not self.is_together(index, shape)
+        if state is not None and shape.is_trainable and is_updated_apart:
+            state.add(MASTER, torch.float32 if shape.has_master else shape.param_dtype)
+
+    def close(self) -> None:
+        """Give the room back."""
+        for slices in (*self._states, *self._working):
+            if slices is not None:
+                slices.close()
+
+    def state_of(self, index: int) -> StateSlices | None:
+        """Return the home of a chunk's master and optimizer state, None on the accelerator."""
+        return self._states[index]
+
+    def working_of(self, index: int) -> StateSlices | None:
+        """Return the home of a chunk's working slice, None on the accelerator."""
+        return self._working[index]
 
     def is_together(self, index: int, shape: ChunkShape) -> bool:
         """Return whether state and working slice rest in one tier."""
         return shape.is_sliced and self._working_home(index) is self._state_home(index, shape)
 
     def _working_home(self, index: int) -> TierName:
+        """Return where a working slice rests."""
         return self._residency.home(index, Purpose.WORKING)
 
     def _state_home(self, index: int, shape: ChunkShape) -> TierName:
-        home = self._residency.update_home(index)
+        """Return where masters and optimizer state rest.
+
+        A frozen chunk has none of these yet; it follows the rest. Where the working slice itself is
+        updated, its state lies with it.
+        """
+        home, tiers = self._residency.update_home(index), self._offload.mover.tiers
         if not shape.is_trainable and self._offload.rests_all:
-            home = TierName.DISK if self._mover.tiers.disk is not None else TierName.HOST
+            home = TierName.HOST if tiers.disk is None else TierName.DISK
         if home is TierName.ACCELERATOR and shape.is_sliced and not shape.has_master:
             return self._working_home(index)
         return home
 
-    def _tier(self, name: TierName) -> Tier | None:
-        """Return the tier of a name, None for the accelerator."""
+    def _slices(self, name: TierName, shape: ChunkShape) -> StateSlices | None:
+        """Return an empty home in a tier, None for the accelerator."""
+        mover = self._offload.mover
         match name:
+            case TierName.HOST:
+                return StateSlices(mover, mover.tiers.host, shape.slice_numel)
+            case TierName.DISK:
+                assert mover.tiers.disk is not None
+                return StateSlices(mover, mover.tiers.disk, shape.slice_numel)
             case TierName.ACCELERATOR:
                 return None
-            case TierName.HOST:
-                return self._mover.tiers.host
-            case TierName.DISK:
-                return self._mover.tiers.disk
+
+
+def raise_together(error: ShardwiseError | None, topology: Topology) -> None:
+    """Raise on every rank if one has an error. Collectives: one all-reduce of a number per axis."""
+    flag = torch.tensor([float(error is not None)], dtype=torch.float64)
+    if float(all_reduce_scalars(flag, topology.axes, maximum=True)) == 0:
+        return
+    raise error or BudgetError(
+        mismatch(
+            "offload",
+            expected="room on every rank",
+            got="a rank without, which has said why",
+            fix="see the error of that rank",
+        )
+    )
 
 
 def check_offload(choice: StaticOffload | None, *, stage: int) -> StaticOffload | None:

@@ -79,7 +79,8 @@ class OwnSlices:
         if home is None:
             self._parameter_S = working_S.clone()
             return
-        home.add(WORKING, self.dtype)
+        if WORKING not in home:
+            home.add(WORKING, self.dtype)
         with home.at_hand():
             home[WORKING].copy_(working_S)
         self._working, self._parameter_S = home, None
@@ -171,7 +172,8 @@ class OwnSlices:
     def _make_master(self, exact_S: torch.Tensor | None) -> None:
         """Add a master to the state that rests, from exact values or the working slice."""
         assert self.state is not None
-        self.state.add(MASTER, torch.float32 if self.keeps_masters else self.dtype)
+        if MASTER not in self.state:
+            self.state.add(MASTER, torch.float32 if self.keeps_masters else self.dtype)
         with self.at_hand():
             self.state[MASTER].copy_(self.parameter_S if exact_S is None else exact_S)
 

@@ -98,6 +98,12 @@ class StateSlices:
         elif self._depth:
             self._bring(entry)
 
+    def remove(self, name: str) -> None:
+        """Give the room of a slice back that is not at hand."""
+        entry = self._slices.pop(name)
+        assert entry.near is None
+        entry.home.tier.free(entry.home)
+
     def prefetch(self) -> None:
         """Start to bring the slices to hand."""
         if self.is_on_host:
