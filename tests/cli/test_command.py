@@ -97,3 +97,17 @@ def test_what_only_the_ranks_can_refuse_ends_with_the_code_for_bad_input(tmp_pat
     assert code == 2
     assert errors.count("shardwise train: ") == 1
     assert "Traceback" not in errors
+
+
+def test_what_rests_elsewhere_is_in_the_table_and_a_path_alone_is_refused(tmp_path):
+    text = make_text(tmp_path)
+    options = ("train", *TINY, "--data", str(text), "--steps", "2", "--stage", "3")
+    place = ("--offload-path", str(tmp_path))
+    code, output, errors = run(
+        [*PLAIN, *options, "--offload-optimizer", "1", "--offload-parameters", "0.5", *place]
+    )
+    assert code == 0, errors
+    assert "at rest on disk" in output
+    code, _, errors = run([*PLAIN, *options, *place])
+    assert code == 2
+    assert "--offload-optimizer" in errors

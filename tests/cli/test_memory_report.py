@@ -40,6 +40,32 @@ def test_closed_form_rounds_up_and_counts_momentum_and_buffers():
     assert held == HeldBytes(parameters=47, gradients=14, optimizer_state=14)
 
 
+@pytest.mark.parametrize(
+    ("stage", "precision", "choice", "on_accelerator", "host"),
+    [
+        (2, None, {"optimizer": 1.0}, (4, 0, 0), 2 + 4 + 2),
+        (2, BF16, {"optimizer": 1.0}, (2, 0, 0), 6 + 1),
+        (2, BF16, {"optimizer": 0.5}, (2, 0.5, 3), 3 + 0.5),
+        (3, None, {"optimizer": 1.0, "parameters": 1.0}, (0, 0, 0), 2 + 2 + 4),
+        (3, BF16, {"optimizer": 1.0, "parameters": 1.0}, (0, 0, 0), 1 + 1 + 6),
+        (3, BF16, {"parameters": 1.0}, (0, 1, 6), 1),
+    ],
+)
+def test_closed_forms_of_what_rests_on_host(stage, precision, choice, on_accelerator, host):
+    """Two ranks; bytes per parameter. Without masters an update elsewhere needs a copy."""
+    held = closed_form(
+        PSI,
+        stage=stage,
+        shard_size=2,
+        mixed_precision=precision,
+        offload=sw.StaticOffload(**choice),
+    )
+    found = (held.parameters / PSI, held.gradients / PSI, held.optimizer_state / PSI)
+    assert found == on_accelerator
+    assert held.host == host * PSI
+    assert held.disk == 0
+
+
 def test_a_storage_is_counted_once_and_whole():
     flat = torch.zeros(64)
     model = torch.nn.Module()

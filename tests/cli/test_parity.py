@@ -58,6 +58,20 @@ def test_fp32_is_bit_equal_and_clipping_within_tolerance(tmp_path, world_size, s
     assert clipped.has_passed
 
 
+@pytest.mark.world_size(2, timeout_s=60)
+def test_state_on_disk_is_bit_equal_too(tmp_path, world_size):
+    options = {
+        "shard.stage": 3,
+        "shard.offload_optimizer": 1.0,
+        "shard.offload_parameters": 1.0,
+        "shard.offload_path": str(tmp_path),
+    }
+    config, feed = set_up(tmp_path, world_size, **options)
+    exact, clipped = results(config, feed)
+    assert exact.is_bit_equal
+    assert clipped.has_passed
+
+
 @pytest.mark.world_size(4, timeout_s=60)
 def test_hybrid_sharding_is_bit_equal(tmp_path, world_size):
     config, feed = set_up(tmp_path, world_size, **{"shard.shard_size": 2})

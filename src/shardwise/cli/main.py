@@ -93,6 +93,33 @@ ShardSize = Annotated[
         rich_help_panel=_SHARD,
     ),
 ]
+OffloadOptimizer = Annotated[
+    float | None,
+    typer.Option(
+        metavar="FRACTION",
+        help="Of masters and optimizer state, that rests off the accelerator.",
+        show_default="0",
+        rich_help_panel=_SHARD,
+    ),
+]
+OffloadParameters = Annotated[
+    float | None,
+    typer.Option(
+        metavar="FRACTION",
+        help="Of the parameters' slices, that rests off the accelerator; stage 3.",
+        show_default="0",
+        rich_help_panel=_SHARD,
+    ),
+]
+OffloadPath = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FOLDER",
+        help="On a local disk, where these rest.",
+        show_default="host memory",
+        rich_help_panel=_SHARD,
+    ),
+]
 Device = Annotated[
     str | None,
     typer.Option(
@@ -173,6 +200,9 @@ def train(  # noqa: PLR0913 - the signature is the list of options
     stage: Stage = None,
     precision: Precision = None,
     shard_size: ShardSize = None,
+    offload_optimizer: OffloadOptimizer = None,
+    offload_parameters: OffloadParameters = None,
+    offload_path: OffloadPath = None,
     device: Device = None,
     model: Model = None,
     data: Data = None,
@@ -195,6 +225,9 @@ def train(  # noqa: PLR0913 - the signature is the list of options
         "shard.stage": stage,
         "shard.precision": precision,
         "shard.shard_size": shard_size,
+        "shard.offload_optimizer": offload_optimizer,
+        "shard.offload_parameters": offload_parameters,
+        "shard.offload_path": offload_path,
         "shard.device": device,
         "optimizer.learning_rate": learning_rate,
         "optimizer.clip_grad_norm": clip_grad_norm,

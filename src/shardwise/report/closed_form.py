@@ -10,13 +10,13 @@ from shardwise.report.held_bytes import HeldBytes
 from shardwise.runtime.topology import PARAMETER_STAGE
 
 if TYPE_CHECKING:
-    from shardwise.options import MixedPrecision
+    from shardwise.options import MixedPrecision, StaticOffload
 
 MASTER_BYTES = 4
 """A master is float32."""
 
 
-def closed_form(
+def closed_form(  # noqa: PLR0913 - a keyword for each choice of the user
     numel: int,
     *,
     stage: int,
@@ -24,6 +24,7 @@ def closed_form(
     mixed_precision: MixedPrecision | None = None,
     num_moments: int = 2,
     buffer_bytes: int = 0,
+    offload: StaticOffload | None = None,
 ) -> HeldBytes:
     r"""Return the bytes per rank of a model, its gradients and its optimizer state.
 
@@ -39,6 +40,7 @@ def closed_form(
         mixed_precision: As passed to ``shardwise.shard``; without it everything is float32.
         num_moments: Tensors of optimizer state per parameter: Adam 2, SGD with momentum 1.
         buffer_bytes: Bytes of the model's buffers, which every rank holds whole.
+        offload: As passed to ``shardwise.shard``; its fractions are taken as exact.
 
     Returns:
         The closed form, rounded up to whole bytes.
@@ -58,11 +60,44 @@ def closed_form(
         has_masters = mixed_precision.master_weights and working.itemsize < MASTER_BYTES
     moment_bytes = MASTER_BYTES if has_masters else working.itemsize
     state_bytes = num_moments * moment_bytes + (MASTER_BYTES if has_masters else 0)
-    return HeldBytes(
+    held = HeldBytes(
         parameters=_shared(numel * working.itemsize, shard_size if stage >= PARAMETER_STAGE else 1)
         + buffer_bytes,
         gradients=_shared(numel * reduce.itemsize, shard_size if stage >= 2 else 1),
         optimizer_state=_shared(numel * state_bytes, shard_size if stage >= 1 else 1),
+    )
+    if offload is None:
+        return held
+    copy_bytes = 0 if has_masters else _shared(numel * working.itemsize, shard_size)
+    return _rest(held, offload, buffer_bytes=buffer_bytes, copy_bytes=copy_bytes)
+
+
+def _rest(
+    held: HeldBytes, offload: StaticOffload, *, buffer_bytes: int, copy_bytes: int
+) -> HeldBytes:
+    """Move what rests elsewhere.
+
+    Args:
+        held: Everything on the accelerator.
+        offload: What rests elsewhere.
+        buffer_bytes: What of the parameters stays.
+        copy_bytes: Working slices of which an update elsewhere needs a copy: without masters. Those
+            that rest there themselves need none, and take their state along.
+    """
+    parameters, state = offload.parameters, offload.optimizer
+    if copy_bytes:
+        state = max(state, parameters)
+    resting_parameters = int(parameters * (held.parameters - buffer_bytes))
+    resting_state = int(state * held.optimizer_state)
+    gradients = int(state * held.gradients)
+    resting = resting_parameters + resting_state + int((state - parameters) * copy_bytes)
+    on_disk = offload.to == "disk"
+    return HeldBytes(
+        parameters=held.parameters - resting_parameters,
+        gradients=held.gradients - gradients,
+        optimizer_state=held.optimizer_state - resting_state,
+        host=gradients + (0 if on_disk else resting),
+        disk=resting if on_disk else 0,
     )
 
 

@@ -15,7 +15,13 @@ from rich.text import Text
 
 from shardwise.cli.train import summary as summaries
 from shardwise.cli.train.corpus import Corpus, load_corpus
-from shardwise.cli.train.engine import Learner, build_learner, mixed_precision, settle_precision
+from shardwise.cli.train.engine import (
+    Learner,
+    build_learner,
+    mixed_precision,
+    offload,
+    settle_precision,
+)
 from shardwise.cli.train.feed import Feed
 from shardwise.cli.train.interrupt import EXIT_CODE, StopRequest
 from shardwise.cli.train.journal import Journal
@@ -27,7 +33,7 @@ from shardwise.cli.train.progress import TrainingProgress
 from shardwise.cli.train.ranks import Ranks
 from shardwise.cli.train.sample import Sample, write_sample
 from shardwise.cli.train.settings import to_toml
-from shardwise.cli.train.table import CATEGORIES, MemoryRow, memory_rows, memory_table
+from shardwise.cli.train.table import CATEGORIES, ELSEWHERE, MemoryRow, memory_rows, memory_table
 from shardwise.errors import ConfigurationError
 from shardwise.report import closed_form
 
@@ -189,7 +195,7 @@ def _memory(run: Run, history: History, learner: Learner) -> list[MemoryRow]:
     held = history.held
     if held is None:
         return []
-    mine = [float(getattr(held, category)) for category in CATEGORIES]
+    mine = [float(getattr(held, category)) for category in (*CATEGORIES, *ELSEWHERE)]
     numel = sum(parameter.numel() for parameter in learner.model.parameters())
     buffer_bytes = sum(buffer.nbytes for buffer in learner.model.buffers())
     shard = run.config.shard
@@ -199,6 +205,7 @@ def _memory(run: Run, history: History, learner: Learner) -> list[MemoryRow]:
         shard_size=shard.shard_size or run.ranks.world_size,
         mixed_precision=mixed_precision(shard.precision),
         buffer_bytes=buffer_bytes,
+        offload=offload(shard),
     )
     plain = closed_form(numel, stage=0, shard_size=run.ranks.world_size, buffer_bytes=buffer_bytes)
     everyone = run.ranks.gather(mine, device=run.feed.device)

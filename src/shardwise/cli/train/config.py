@@ -18,6 +18,7 @@ Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 FORBID_UNKNOWN: ConfigDict = {"extra": "forbid"}
 
@@ -59,6 +60,15 @@ class ShardConfig:
 
     chunk_bytes: Count | None = None
     """Size of a chunk; absent: shardwise chooses."""
+
+    offload_optimizer: Share = 0.0
+    """Fraction of masters and optimizer state that rests off the accelerator."""
+
+    offload_parameters: Share = 0.0
+    """Fraction of the parameters' slices that does so between uses; stage 3."""
+
+    offload_path: str | None = None
+    """Folder on a local disk where these rest; absent: host memory."""
 
     device: Device = "auto"
     """auto: the accelerator that torch finds, else the processor."""

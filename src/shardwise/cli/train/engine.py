@@ -14,11 +14,12 @@ import torch
 import shardwise as sw
 from shardwise.cli.train.model import GPT, build_model
 from shardwise.cli.train.recipe import DTYPES, adamw, passes, schedule
+from shardwise.errors import mismatch
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
 
-    from shardwise.cli.train.config import TrainConfig
+    from shardwise.cli.train.config import ShardConfig, TrainConfig
 
 _BF16_INSTRUCTIONS = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")
 
@@ -43,6 +44,7 @@ def build_learner(config: TrainConfig, device: torch.device) -> Learner:
         mixed_precision=mixed_precision(config.shard.precision),
         shard_size=config.shard.shard_size,
         chunk_bytes=config.shard.chunk_bytes,
+        offload=offload(config.shard),
     )
     optimizer = sw.ShardedOptimizer(
         adamw(model.parameters(), config.optimizer),
@@ -59,6 +61,27 @@ def build_learner(config: TrainConfig, device: torch.device) -> Learner:
 def mixed_precision(precision: str) -> sw.MixedPrecision | None:
     """Return 16-bit weights with fp32 masters, or None for fp32."""
     return None if precision == "fp32" else sw.MixedPrecision(param_dtype=DTYPES[precision])
+
+
+def offload(config: ShardConfig) -> sw.StaticOffload | None:
+    """Return what rests off the accelerator, None if nothing does."""
+    if not (config.offload_optimizer or config.offload_parameters):
+        if config.offload_path is None:
+            return None
+        raise sw.ConfigurationError(
+            mismatch(
+                "--offload-path",
+                expected="a fraction to offload beside it",
+                got="none",
+                fix="add --offload-optimizer 1, or leave the path out",
+            )
+        )
+    return sw.StaticOffload(
+        optimizer=config.offload_optimizer,
+        parameters=config.offload_parameters,
+        to="host" if config.offload_path is None else "disk",
+        disk_path=config.offload_path,
+    )
 
 
 def settle_precision(config: TrainConfig, device: torch.device) -> TrainConfig:

@@ -114,6 +114,8 @@ def update(learner: Learner, history: History | None = None) -> None:
             parameters=after.parameters,
             gradients=before.gradients,
             optimizer_state=after.optimizer_state,
+            host=after.host,
+            disk=after.disk,
         )
     learner.scheduler.step()
     learner.optimizer.zero_grad()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from shardwise.report import HeldBytes
 
 CATEGORIES = ("parameters", "gradients", "optimizer_state")
+ELSEWHERE = ("host", "disk")
 HEADINGS = ("per rank", "measured", "closed form", "ratio", "plain DP", "saved")
 LEGEND = (
     "measured: storages that are reachable, gradients just before an update, the rest just after "
@@ -43,10 +44,10 @@ class MemoryRow:
 def memory_rows(
     everyone: Sequence[Sequence[float]], *, expected: HeldBytes, plain: HeldBytes
 ) -> list[MemoryRow]:
-    """Return a row per category and one for the total.
+    """Return a row per category, one for the total, and one for each other tier in use.
 
     Args:
-        everyone: Per rank, the measured bytes of the categories in order.
+        everyone: Per rank, the measured bytes of the categories in order, then on host and disk where known.
         expected: The closed form of the run.
         plain: The closed form of plain data parallelism.
     """
@@ -58,15 +59,25 @@ def memory_rows(
             closed_form_bytes=getattr(expected, category),
             plain_bytes=getattr(plain, category),
         )
-        for category, measured in zip(CATEGORIES, largest, strict=True)
+        for category, measured in zip(CATEGORIES, largest[: len(CATEGORIES)], strict=True)
     ]
     total = MemoryRow(
         category="total",
-        measured_bytes=int(max(sum(row) for row in everyone)),
+        measured_bytes=int(max(sum(row[: len(CATEGORIES)]) for row in everyone)),
         closed_form_bytes=expected.total,
         plain_bytes=plain.total,
     )
-    return [*rows, total]
+    elsewhere = [
+        MemoryRow(
+            category=f"at rest on {tier}",
+            measured_bytes=measured,
+            closed_form_bytes=getattr(expected, tier),
+            plain_bytes=0,
+        )
+        for tier, measured in zip(ELSEWHERE, largest[len(CATEGORIES) :], strict=False)
+        if measured
+    ]
+    return [*rows, total, *elsewhere]
 
 
 def memory_table(rows: Sequence[MemoryRow], *, title: str) -> Table:
@@ -76,20 +87,21 @@ def memory_table(rows: Sequence[MemoryRow], *, title: str) -> Table:
     for index, heading in enumerate(HEADINGS):
         table.add_column(heading, justify="right" if index else "left", no_wrap=True)
     for row in rows:
-        table.add_row(*cells(row), end_section=row.category == "optimizer state")
+        table.add_row(*cells(row), end_section=row.category in ("optimizer state", "total"))
     return table
 
 
 def cells(row: MemoryRow) -> list[str]:
     """Return a row as text: MiB, a ratio, and the share that is saved."""
-    ratio = row.measured_bytes / row.closed_form_bytes
+    ratio = row.measured_bytes / row.closed_form_bytes if row.closed_form_bytes else 1.0
+    saved = f"{max(1.0 - row.share_of_plain, 0.0):.0%}" if row.plain_bytes else ""
     return [
         row.category,
         mib(row.measured_bytes),
         mib(row.closed_form_bytes),
         f"{ratio:.3f}",
         mib(row.plain_bytes),
-        f"{max(1.0 - row.share_of_plain, 0.0):.0%}",
+        saved,
     ]
 
 
