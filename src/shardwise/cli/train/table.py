@@ -47,7 +47,8 @@ def memory_rows(
     """Return a row per category, one for the total, and one for each other tier in use.
 
     Args:
-        everyone: Per rank, the measured bytes of the categories in order, then on host and disk where known.
+        everyone: Per rank, the measured bytes of the categories in order, then on host and disk
+            where known.
         expected: The closed form of the run.
         plain: The closed form of plain data parallelism.
     """
