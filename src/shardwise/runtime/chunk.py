@@ -8,8 +8,7 @@ buffer          shape  dtype           held
 parameters_C    C      param_dtype     RESIDENT: always; else while GATHERED; the parameters are
                                        views into it
 gradients_C     C      reduce_dtype    from the first gradient until reduced (stage 1: until
-                                       zero_grad); may be the memory of parameters_C, *lent*:
-                                       a slot then holds values until its gradient comes
+                                       zero_grad)
 own             S                      see ``own_slices``
 ==============  =====  ==============  ===================================================
 """
@@ -25,10 +24,9 @@ import torch
 from shardwise.runtime.absent import describing, hide, show
 from shardwise.runtime.collectives import Waitable, slice_of, wait_all
 from shardwise.runtime.own_slices import OwnSlices
-from shardwise.runtime.pool import has_views
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Sequence
 
     from shardwise.layout import ChunkLayout
     from shardwise.runtime.managed import ManagedParameter
@@ -51,10 +49,6 @@ _MAY_BECOME: dict[Presence, frozenset[Presence]] = {
     Presence.GATHERING: frozenset({Presence.GATHERED, Presence.RELEASED}),
     Presence.GATHERED: frozenset({Presence.RELEASED}),
 }
-
-
-_HOOK_REFERENCES = 3
-"""To a parameter, from the frames that handle its gradient."""
 
 
 class Chunk:
@@ -99,13 +93,6 @@ class Chunk:
         """Some rank's backward pass reads values; True until the ranks have agreed otherwise."""
         self.was_read_in_backward = False
         """This rank's backward pass, since the ranks last agreed."""
-        self.was_asked_late = False
-        """This rank needed a value after its gradient had come, since the ranks last agreed."""
-        self.may_lend = False
-        """No rank has ever done so, in at least one backward pass."""
-        self._is_asked_late = False
-        self.overwritten: set[ManagedParameter] = set()
-        """Parameters of a lent chunk whose slots hold gradients; they are absent."""
 
     def bind(self, records: Sequence[ManagedParameter], rank: int) -> None:
         """Give every record its place and make its parameter a view into the chunk."""
@@ -151,16 +138,11 @@ class Chunk:
     @property
     def is_whole(self) -> bool:
         """True while the parameters have values on this rank."""
-        return self.presence in (Presence.RESIDENT, Presence.GATHERED) and not self.overwritten
+        return self.presence in (Presence.RESIDENT, Presence.GATHERED)
 
     def _nothing(self) -> torch.Tensor:
         """Return the one value that absent parameters show."""
         return torch.full((), torch.nan, dtype=self.own.dtype, device=self.own.device)
-
-    def holds(self, storage: int) -> bool:
-        """Return whether a storage, by its ``_cdata``, is the memory of the gathered values."""
-        buffer_C = self.parameters_C
-        return buffer_C is not None and buffer_C.untyped_storage()._cdata == storage
 
     def move_to(self, presence: Presence) -> None:
         """Change presence, which only some ways allow."""
@@ -196,32 +178,18 @@ class Chunk:
             record.fill(self._nothing().expand(record.shape))
             hide(record.parameter)
 
-    def let_go(self, *, voids_graphs: bool = False) -> torch.Tensor | None:
+    def let_go(self, *, voids_graphs: bool = False) -> torch.Tensor:
         """Make the parameters absent, keep what was written to them, and return the buffer.
 
         With ``voids_graphs``, backward over a graph that saved the parameters themselves raises.
-        Returns None where the buffer was lent: it belongs to the gradients then.
         """
-        self._hide([r for r in self.records if r not in self.overwritten])
         self.move_to(Presence.RELEASED)
-        if voids_graphs:
-            self.void_graphs()
-        buffer_C = None if self.is_lent else self.parameters_C
-        self.parameters_C = None
-        self.overwritten = set()
-        return buffer_C
-
-    def _hide(self, records: Iterable[ManagedParameter]) -> None:
-        """Make some gathered parameters absent; what was written to them goes to the slice."""
-        members = list(records)
-        if not members:
-            return
-        buffer_C = self.whole_C
+        buffer_C, self.parameters_C = self.whole_C, None
         own_S = slice_of(buffer_C, self._axis.rank, self._axis.size)
         nan = self._nothing()
         changed = [
             r
-            for r in members
+            for r in self.records
             if r.parameter._version != r.seen_version or not (r.is_disowned or r.lies_in(buffer_C))
         ]
         for record in changed:
@@ -230,68 +198,21 @@ class Chunk:
         if changed:
             self.num_updates += 1
             with self.own.at_hand():
-                for record in changed:
-                    kept, written = record.piece_in(self.own.parameter_S), record.piece_in(own_S)
-                    if kept is not None and written is not None:
-                        kept.copy_(written)
-        for record in members:
+                self.own.parameter_S.copy_(own_S)
+        for record in self.records:
             record.is_disowned = False
             record.lingers = record.is_saved and record.lies_in(buffer_C)
             if not record.lingers:
                 record.fill(nan.expand(record.shape))
                 record.note_idle()
+        if voids_graphs:
+            self.void_graphs()
+        for record in self.records:
             record.seen_version = record.parameter._version
             hide(record.parameter)
         for record in changed:
             self.own.refresh_master(record)
-
-    # ------------------------------------------------------------------ lending
-
-    def can_lend(self, arriving: ManagedParameter) -> bool:
-        """Return whether gradients may take the place of values that nothing else refers to.
-
-        Args:
-            arriving: The parameter whose gradient has come; its hooks are running.
-        """
-        if self.presence is not Presence.GATHERED or self.num_pins or not self.may_lend:
-            return False
-        buffer_C = self.whole_C
-        is_plain = buffer_C.dtype == self.reduce_dtype and all(
-            record.lies_in(buffer_C)
-            and record.parameter._version == record.seen_version
-            and not record.is_disowned
-            and not record.is_saved_beside(_HOOK_REFERENCES if record is arriving else 0)
-            for record in self.records
-        )
-        return is_plain and not has_views(buffer_C, known=len(self.records))
-
-    @property
-    def is_lent(self) -> bool:
-        """True while gradients are written over the values."""
-        return self.gradients_C is not None and self.gradients_C is self.parameters_C
-
-    @describing
-    def overwrite(self, record: ManagedParameter) -> None:
-        """Note that a gradient has taken the place of a parameter's values."""
-        record.fill(self._nothing().expand(record.shape))
-        record.seen_version = record.parameter._version
-        hide(record.parameter)
-        self.overwritten.add(record)
-
-    def note_asked_late(self, *, by_some_rank: bool) -> None:
-        """Learn, at the end of a pass that used the chunk, whether it could have lent."""
-        self._is_asked_late |= by_some_rank
-        self.may_lend = not self._is_asked_late
-
-    def spend(self) -> None:
-        """Give the lent buffer to the gradients for good.
-
-        The chunk still counts as gathered: what is let go, and when, must not depend on gradients,
-        which come in another order on every rank.
-        """
-        self._hide([r for r in self.records if r not in self.overwritten])
-        self.overwritten = set(self.records)
-        self.parameters_C = None
+        return buffer_C
 
     @describing
     def blank(self) -> None:

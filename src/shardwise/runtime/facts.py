@@ -24,15 +24,13 @@ class PassFacts:
     """Chunks whose reduction was started during the pass."""
     read: frozenset[Chunk]
     """Chunks whose values a backward pass has read."""
-    asked_late: frozenset[Chunk]
-    """Chunks of which some value was needed after its gradient had come."""
     is_weighted: bool
     """Gradients are sums that weights will divide."""
 
 
 def num_bits(records: Sequence[ManagedParameter], chunks: Sequence[Chunk]) -> int:
     """Return the length of a mask."""
-    return 2 * len(records) + 3 * len(chunks) + 1
+    return 2 * (len(records) + len(chunks)) + 1
 
 
 def collect(
@@ -43,7 +41,6 @@ def collect(
     bits += [record.late is not None for record in records]
     bits += [chunk.is_sent for chunk in chunks]
     bits += [chunk.was_read_in_backward for chunk in chunks]
-    bits += [chunk.was_asked_late for chunk in chunks]
     bits.append(is_weighted)
     return sum(1 << position for position, bit in enumerate(bits) if bit)
 
@@ -56,8 +53,5 @@ def read(mask: int, records: Sequence[ManagedParameter], chunks: Sequence[Chunk]
         late=frozenset(r for i, r in enumerate(records) if mask >> (count + i) & 1),
         sent=frozenset(c for i, c in enumerate(chunks) if mask >> (2 * count + i) & 1),
         read=frozenset(c for i, c in enumerate(chunks) if mask >> (after + i) & 1),
-        asked_late=frozenset(
-            c for i, c in enumerate(chunks) if mask >> (after + len(chunks) + i) & 1
-        ),
-        is_weighted=bool(mask >> (after + 2 * len(chunks)) & 1),
+        is_weighted=bool(mask >> (after + len(chunks)) & 1),
     )

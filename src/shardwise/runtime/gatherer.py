@@ -81,7 +81,7 @@ class Gatherer:
         self._chunks = list(chunks)
         self._whereabouts = whereabouts
         self._axis = axis
-        self._present: dict[Chunk, int] = {}
+        self._present: dict[Chunk, None] = {}
         self._by_storage: dict[int, Chunk] = {}
         self._pool = BufferPool() if pool is None else pool
         self._is_in_backward = False
@@ -102,10 +102,6 @@ class Gatherer:
             self.order.begin(Segment.BACKWARD)
         if in_backward or self._is_in_forward:
             self.order.note(chunk)
-        if not chunk.was_asked_late:
-            chunk.was_asked_late = any(record.has_arrived for record in chunk.records)
-        if chunk.overwritten:
-            self.release(chunk)
         chunk.num_pins += 1
         try:
             with _plainly():
@@ -119,19 +115,14 @@ class Gatherer:
         finally:
             chunk.num_pins -= 1
 
-    def read_in_backward(self, chunk: Chunk, start: int, stop: int) -> None:
-        """Return when values that a gradient depends on, elements of a chunk, are there.
+    def read_in_backward(self, chunk: Chunk) -> None:
+        """Return when values that a gradient depends on are there.
 
         Which ranks come here depends on what they computed, so nothing that all ranks must decide
         alike is changed where the chunk is there already.
         """
         chunk.was_read_in_backward = True
-        is_late = any(
-            record.has_arrived and record.slot.start < stop and start < record.slot.stop
-            for record in chunk.records
-        )
-        chunk.was_asked_late |= is_late
-        if chunk.presence is not Presence.GATHERED or (is_late and chunk.overwritten):
+        if chunk.presence is not Presence.GATHERED:
             self.fetch(chunk)
 
     def pin(self, chunks: Sequence[Chunk]) -> None:
@@ -165,7 +156,7 @@ class Gatherer:
         chunk = self._by_storage.get(storage)
         if chunk is None or tensor.dtype != chunk.dtype or tensor.is_neg() or tensor.is_conj():
             return None
-        return chunk if chunk.holds(storage) else None
+        return chunk
 
     # ------------------------------------------------------------------ letting go
 
@@ -177,8 +168,8 @@ class Gatherer:
             except RuntimeError:  # nobody waits for it; the next communication fails too
                 return
         buffer_C = chunk.let_go(voids_graphs=self.keeps_all)
-        self._forget(chunk)
-        if buffer_C is not None and not has_views(buffer_C):
+        self._forget(chunk, buffer_C)
+        if not has_views(buffer_C):
             self._pool.give(buffer_C)
 
     def release_all(self) -> None:
@@ -222,9 +213,8 @@ class Gatherer:
             own_S=chunk.own.fill_own(place_S),
         )
         chunk.expect(buffer_C, works)
-        storage = buffer_C.untyped_storage()._cdata
-        self._by_storage[storage] = chunk
-        self._present[chunk] = storage
+        self._by_storage[buffer_C.untyped_storage()._cdata] = chunk
+        self._present[chunk] = None
         self.num_gathers += 1
         self.gathered_bytes += chunk.whole_bytes
         self.peak_bytes = max(self.peak_bytes, self.gathered_bytes)
@@ -236,15 +226,14 @@ class Gatherer:
             with explain(self._whereabouts):
                 chunk.arrive()
         except BaseException:
-            self._forget(chunk)
+            self._forget(chunk, chunk.whole_C)
             chunk.abandon()
             raise
 
-    def _forget(self, chunk: Chunk) -> None:
+    def _forget(self, chunk: Chunk, buffer_C: torch.Tensor) -> None:
         """Count a chunk as absent."""
-        storage = self._present.pop(chunk)
-        if self._by_storage.get(storage) is chunk:  # a lent buffer may serve another by now
-            del self._by_storage[storage]
+        del self._present[chunk]
+        del self._by_storage[buffer_C.untyped_storage()._cdata]
         self.gathered_bytes -= chunk.whole_bytes
 
     def _make_room(self, chunk: Chunk, *, next_use: float) -> bool:

@@ -38,13 +38,6 @@ class ChunkHandle:
         self.offset = view.storage_offset()
         self.update = chunk.num_updates
 
-    @property
-    def extent(self) -> tuple[int, int]:
-        """First and last element of the chunk that the view reaches, the last excluded."""
-        last = sum((int(s) - 1) * d for s, d in zip(self.size, self.stride, strict=True))
-        start = int(self.offset)
-        return start, start + last + 1
-
 
 class SavedViews:
     """Packs and unpacks saved tensors for one gatherer."""
@@ -98,8 +91,7 @@ class SavedViews:
                     fix="run backward before the step, or forward again",
                 )
             )
-        start, stop = saved.extent
-        self._gatherer.read_in_backward(chunk, start, stop)
+        self._gatherer.read_in_backward(chunk)
         assert chunk.presence is Presence.GATHERED
         with torch.no_grad():
             view = chunk.whole_C.as_strided(saved.size, saved.stride, saved.offset)

@@ -45,13 +45,11 @@ class GradientIntake:
             if chunk.is_sent:
                 record.late = part.clone() if record.late is None else record.late.add_(part)
                 continue
-            slot = record.view_in(self._reduction.buffer(chunk, record))
+            slot = record.view_in(self._reduction.buffer(chunk))
             if record.has_arrived:
                 slot.add_(part)
                 continue
             slot.copy_(part)
-            if chunk.is_lent:
-                chunk.overwrite(record)
             record.has_arrived = True
             chunk.num_missing -= record.is_expected
 

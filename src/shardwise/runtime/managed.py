@@ -130,12 +130,9 @@ class ManagedParameter:
     @property
     def is_saved(self) -> bool:
         """True when a graph, or what a user's hooks gave it, may hold the parameter itself."""
-        return self.is_saved_beside(0)
-
-    def is_saved_beside(self, num_references: int) -> bool:
-        """Tell the same while a number of known Python frames refer to the parameter."""
-        num_holders = sys.getrefcount(self.parameter) - num_references
-        return self.num_uses > self.idle_uses or num_holders > self.idle_references
+        return (
+            self.num_uses > self.idle_uses or sys.getrefcount(self.parameter) > self.idle_references
+        )
 
     def lies_in(self, buffer_C: torch.Tensor) -> bool:
         """Return whether the values are where packing has put them."""

@@ -33,9 +33,9 @@ class BufferPool:
         self._free.clear()
 
 
-def has_views(buffer: torch.Tensor, *, known: int = 0) -> bool:
-    """Return whether more than a known number of other tensors may share a buffer's memory."""
+def has_views(buffer: torch.Tensor) -> bool:
+    """Return whether other tensors may share a buffer's memory."""
     if type(buffer) is not torch.Tensor:  # a dry run has no memory to reuse
         return True
     storage = buffer.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) > _OWN_REFERENCES + known
+    return torch._C._storage_Use_Count(storage._cdata) > _OWN_REFERENCES

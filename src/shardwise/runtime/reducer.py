@@ -338,9 +338,6 @@ class GradientReducer:
             # all of it got gradients, and none of these depended on values
             is_never_read = chunk not in said.read and said.used.issuperset(chunk.records)
             chunk.is_needed_in_backward = not is_never_read
-            chunk.was_asked_late = False
-            if not said.used.isdisjoint(chunk.records):
-                chunk.note_asked_late(by_some_rank=chunk in said.asked_late)
         # first what some rank has sent eagerly, in that order
         rest = [chunk for chunk in self.chunks if chunk not in self._order]
         for chunk in [*self._order, *rest]:

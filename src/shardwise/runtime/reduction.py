@@ -15,7 +15,6 @@ from shardwise.runtime.collectives import ReduceScatter, all_reduce_in_rank_orde
 
 if TYPE_CHECKING:
     from shardwise.runtime.chunk import Chunk
-    from shardwise.runtime.managed import ManagedParameter
     from shardwise.runtime.pool import BufferPool
     from shardwise.runtime.topology import Topology
     from shardwise.runtime.worker import Job
@@ -40,17 +39,10 @@ class Reduction:
         self.divisor = divisor
         self._pool = pool
 
-    def buffer(self, chunk: Chunk, arriving: ManagedParameter | None = None) -> torch.Tensor:
-        """Return the chunk's whole gradient buffer [C], making one where there is none.
-
-        A gathered chunk whose values are not needed any more lends its own, if a gradient that has
-        just come asks.
-        """
+    def buffer(self, chunk: Chunk) -> torch.Tensor:
+        """Return the chunk's whole gradient buffer [C], making one where there is none."""
         buffer_C = chunk.gradients_C
         if buffer_C is None:
-            if arriving is not None and chunk.can_lend(arriving):
-                chunk.gradients_C = chunk.whole_C
-                return chunk.gradients_C
             like = torch.empty(0, dtype=chunk.reduce_dtype, device=chunk.own.device)
             buffer_C = chunk.gradients_C = self._pool.take(like, chunk.layout.numel)
         elif self._keeps_whole and _is_inside(chunk.own.gradient_S, buffer_C):
@@ -66,8 +58,6 @@ class Reduction:
         replicate axis.
         """
         buffer_C = self.buffer(chunk)
-        if chunk.is_lent:
-            chunk.spend()
         for record in chunk.records:
             if not record.has_arrived:
                 slot = record.slot

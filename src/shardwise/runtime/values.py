@@ -150,7 +150,7 @@ class ParameterValues:
         axis = self._engine.topology.shard
         members = list(records)
         for chunk in {record.chunk: None for record in members}:
-            if chunk.presence is Presence.GATHERED and chunk.is_whole:
+            if chunk.presence is Presence.GATHERED:
                 with chunk.own.at_hand():
                     chunk.own.parameter_S.copy_(slice_of(chunk.whole_C, axis.rank, axis.size))
         for record in members:
@@ -164,9 +164,7 @@ class ParameterValues:
         for record in self._engine.records:
             parameter = record.parameter
             buffer_C = record.chunk.parameters_C
-            if buffer_C is None or not record.chunk.is_whole or record.chunk.pending:
-                continue
-            if record.lies_in(buffer_C):
+            if record.chunk.pending or buffer_C is None or record.lies_in(buffer_C):
                 continue
             home = record.view_in(buffer_C)
             if _kind_of(parameter) != _kind_of(home):
