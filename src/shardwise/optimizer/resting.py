@@ -7,6 +7,7 @@ view of it. While a slice is on disk, pieces and state are stand-ins: the right 
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from shardwise.optimizer.pieces import is_whole_atom, shape_of_piece, shape_piec
 from shardwise.runtime.offload import raise_together
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
 
     from torch import nn
 
@@ -37,8 +38,10 @@ class RestingState:
         """Serve the state of one optimizer."""
         self._optimizer = optimizer
         self._piece_of = piece_of
-        self._away: dict[nn.Parameter, dict[str, str]] = {}
+        self._away: dict[ManagedParameter, dict[str, str]] = {}
         """Which entries of a piece's state are views of which slice."""
+        self._made: list[tuple[StateSlices, str]] = []
+        weakref.finalize(self, _give_back, self._made).atexit = False
         self._foretold: dict[tuple[str, torch.dtype, bool], dict[str, torch.dtype]] = {}
 
     def reserve(
@@ -58,9 +61,8 @@ class RestingState:
                 for record in records:
                     slices = record.chunk.own.state
                     for name, dtype in self._foretell(group, record).items():
-                        key = key_of(name, dtype)
-                        if slices is not None and key not in slices:
-                            slices.add(key, dtype)
+                        key = self._key_of(name, dtype)
+                        if slices is not None and self._add(slices, key, dtype):
                             added.append((slices, key))
         except BudgetError as refusal:
             error = refusal
@@ -71,6 +73,7 @@ class RestingState:
         except BudgetError:
             for slices, key in added:
                 slices.remove(key)
+                self._made.remove((slices, key))
             raise
 
     def _foretell(self, group: dict[str, Any], record: ManagedParameter) -> dict[str, torch.dtype]:
@@ -99,8 +102,9 @@ class RestingState:
             self._attach(chunk, slices)
             try:
                 yield
+                if is_changed:
+                    self._adopt(chunk, slices)
             finally:
-                self._adopt(chunk, slices)
                 self._detach(chunk, slices)
 
     def adopt(self, chunk: Chunk) -> None:
@@ -108,60 +112,77 @@ class RestingState:
         if chunk.own.state is None:
             return
         for record in chunk.records:
-            piece = self._piece_of(record)
-            if piece is not None:
-                self._away.pop(piece, None)
+            self._away.pop(record, None)
         with self.at_hand(chunk):
             pass
 
     def _attach(self, chunk: Chunk, slices: StateSlices) -> None:
-        """Give pieces and state their values."""
+        """Give pieces and state their values; entries that are gone stay gone."""
         if slices.is_on_host:
             return
-        for record in chunk.records:
-            piece = self._piece_of(record)
-            if piece is None:
-                continue
-            piece.data = shape_piece(record, chunk.own.update_S)
-            for name, key in self._away.get(piece, {}).items():
-                self._optimizer.state[piece][name] = shape_piece(record, slices[key])
+        for record, piece in self._pieces(chunk):
+            if chunk.own.is_update_on_disk:
+                piece.data = shape_piece(record, chunk.own.update_S)
+            state = self._optimizer.state.get(piece, {})
+            for name, key in list(self._away.get(record, {}).items()):
+                if name in state:
+                    state[name] = shape_piece(record, slices[key])
+                else:
+                    del self._away[record][name]
 
     def _adopt(self, chunk: Chunk, slices: StateSlices) -> None:
         """Move new state tensors that are cut like their piece into slices."""
-        for record in chunk.records:
-            piece = self._piece_of(record)
-            state = self._optimizer.state.get(piece) if piece is not None else None
-            if piece is None or not state:
-                continue
-            known = self._away.setdefault(piece, {})
+        for record, piece in self._pieces(chunk):
+            state = self._optimizer.state.get(piece, {})
             for name, value in list(state.items()):
                 if not isinstance(value, torch.Tensor) or value.shape != piece.shape:
                     continue
-                key = key_of(name, value.dtype)
-                if key not in slices:
-                    slices.add(key, value.dtype)
+                key = self._key_of(name, value.dtype)
+                self._add(slices, key, value.dtype)
                 place = shape_piece(record, slices[key])
                 if value.untyped_storage()._cdata != place.untyped_storage()._cdata:
+                    assert value.numel() < 2 or 0 not in value.stride(), "a stand-in has no values"
                     place.copy_(value)
                     state[name] = place
-                known[name] = key
+                self._away.setdefault(record, {})[name] = key
 
     def _detach(self, chunk: Chunk, slices: StateSlices) -> None:
         """Leave stand-ins where values are about to go."""
         if slices.is_on_host:
             return
+        for record, piece in self._pieces(chunk):
+            if chunk.own.is_update_on_disk:
+                piece.data = stand_in(record, piece.dtype)
+            state = self._optimizer.state.get(piece, {})
+            for name, key in self._away.get(record, {}).items():
+                if name in state:
+                    state[name] = stand_in(record, slices.dtype(key))
+
+    def _pieces(self, chunk: Chunk) -> Iterator[tuple[ManagedParameter, nn.Parameter]]:
+        """Yield what this rank's optimizer sees of a chunk."""
         for record in chunk.records:
             piece = self._piece_of(record)
-            if piece is None:
-                continue
-            piece.data = stand_in(record, piece.dtype)
-            for name, key in self._away.get(piece, {}).items():
-                self._optimizer.state[piece][name] = stand_in(record, slices.dtype(key))
+            if piece is not None:
+                yield record, piece
+
+    def _key_of(self, name: str, dtype: torch.dtype) -> str:
+        """Return the name of the slice of one kind of state of this optimizer."""
+        return f"{id(self):x} {name} {str(dtype).removeprefix('torch.')}"
+
+    def _add(self, slices: StateSlices, key: str, dtype: torch.dtype) -> bool:
+        """Make a slice where there is none of that name; return whether there was none."""
+        if key in slices:
+            return False
+        slices.add(key, dtype)
+        self._made.append((slices, key))
+        return True
 
 
-def key_of(name: str, dtype: torch.dtype) -> str:
-    """Return the name of the slice of one kind of state; dtypes of one name are kept apart."""
-    return f"{name} {str(dtype).removeprefix('torch.')}"
+def _give_back(made: list[tuple[StateSlices, str]]) -> None:
+    """Free the slices of an optimizer that is gone."""
+    for slices, key in made:
+        slices.remove(key)
+    made.clear()
 
 
 def foretell(
@@ -186,9 +207,10 @@ def foretell(
     probe = torch.nn.Parameter(torch.zeros((2, 2) if is_matrix else 2, dtype=dtype))
     probe.grad = torch.zeros_like(probe)
     try:
-        optimizer: Any = kind([{**options, "params": [probe]}])  # pyrefly: ignore
-        optimizer.step()
-    except (RuntimeError, TypeError, ValueError):
+        make: Any = kind
+        optimizer = make([{**options, "params": [probe]}])
+        kind.step.__wrapped__(optimizer)  # type: ignore
+    except Exception:  # options that only suit real parameters
         return {}
     state = optimizer.state.get(probe, {})
     return {

@@ -107,6 +107,7 @@ def bind_group(
     parameters = _new_members(binding, param_group)
     atom = choose_atom(optimizer, options.atom)
     unmanaged = [p for p in parameters if record_of(p) is None]
+    made: Engine | None = None
     if options.stage is None:
         engines = binding.engines()
         _check_foreign(unmanaged, engines)
@@ -119,7 +120,7 @@ def bind_group(
     if options.stage is not None and unmanaged:
         names = [f"group {len(binding.groups)}: {i}" for i in range(len(unmanaged))]
         try:
-            _make_engine(unmanaged, names, atom, options)
+            made = _make_engine(unmanaged, names, atom, options)
         except BaseException:
             optimizer.param_groups.pop()
             raise
@@ -129,6 +130,8 @@ def bind_group(
     except BudgetError:
         optimizer.param_groups.pop()
         binding.groups.pop()
+        if made is not None:
+            _undo(made)
         raise
     binding.claim()
 

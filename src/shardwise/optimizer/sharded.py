@@ -59,7 +59,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Raises:
         ConfigurationError: Before anything is changed, on all ranks alike.
 
-    Collectives: none for sharded parameters; those of ``shard`` for others.
+    Collectives: an agreement where state rests elsewhere; those of ``shard`` for other parameters.
 
     Example:
         >>> import torch, shardwise as sw

@@ -8,7 +8,7 @@ public ``step`` is called exactly once.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -92,11 +92,14 @@ class Stepper:
     ) -> None:
         """Update chunk after chunk; the last one, with what is not sharded, by ``step`` itself."""
         unhooked: Callable[..., Any] = type(self._optimizer).step.__wrapped__  # type: ignore
-        remaining = list(order)
+        remaining: list[Chunk] = list(order)
+        begun: set[Chunk] = set()
         try:
             for position, chunk in enumerate(order):
                 is_last = chunk is order[-1]
                 with self._binding.resting.at_hand(chunk):
+                    begun.add(chunk)
+                    chunk.own.take_working()
                     for following in order[position + 1 : position + 2]:
                         self._binding.resting.prefetch(following)
                     with (
@@ -107,12 +110,12 @@ class Stepper:
                             self._optimizer.step()
                         else:
                             unhooked(self._optimizer)
-                    self._publish(remaining.pop(0))
+                    self._publish(chunk)
+                    remaining.pop(0)
             if not order:
                 self._optimizer.step()
         finally:
-            for chunk in remaining:
-                self._publish(chunk)
+            self._publish_after_error(remaining, begun)
 
     def _step_once(
         self,
@@ -122,21 +125,36 @@ class Stepper:
     ) -> None:
         """Update all pieces in one call."""
         records = [record for chunk in order for record in by_chunk[chunk]]
+        remaining: list[Chunk] = list(order)
+        begun: set[Chunk] = set()
         try:
             with ExitStack() as stack:
                 for chunk in order:
                     stack.enter_context(self._binding.resting.at_hand(chunk))
+                    chunk.own.take_working()
+                begun.update(order)
                 with self._gradients(records, factors):
                     self._optimizer.step()
+                for chunk in order:
+                    self._publish(chunk)
+                    remaining.pop(0)
         finally:
-            for chunk in order:
-                self._publish(chunk)
+            self._publish_after_error(remaining, begun)
 
     @staticmethod
     def _publish(chunk: Chunk) -> None:
         """Round the update into the working slice and send it."""
         chunk.own.refresh_working()
         chunk.records[0].engine.values.publish(chunk)
+
+    @staticmethod
+    def _publish_after_error(chunks: Sequence[Chunk], begun: set[Chunk]) -> None:
+        """Send what other ranks wait for; of those in ``begun`` something may have changed."""
+        for chunk in chunks:
+            if chunk in begun:
+                with suppress(Exception):  # the first error is on its way up
+                    chunk.own.refresh_working()
+            chunk.records[0].engine.values.publish(chunk)
 
     @contextmanager
     def _only(self, chunk: Chunk, *, with_left_out: bool) -> Generator[None]:

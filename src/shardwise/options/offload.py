@@ -74,7 +74,8 @@ class StaticOffload:
 
     parameters: float = 0.0
     """Fraction of the bytes of the rank's slices of working parameters, from 0 to 1; it matters at
-    stage 3, where whole parameters exist only around their use."""
+    stage 3, where whole parameters exist only around their use. Without float32 masters the state
+    of these parameters goes along with them, whatever ``optimizer`` says."""
     optimizer: float = 0.0
     """Fraction of the bytes of masters and optimizer state, from 0 to 1; slices of gradients
     follow them."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigurationError, mismatch
+from shardwise.errors import BudgetError, ConfigurationError, mismatch
 from shardwise.layout import ChunkLayout, Item, choose_capacity, pack
 from shardwise.options import FLOATING_DTYPES, HALF_DTYPES, MixedPrecision
 from shardwise.runtime.agreement import fingerprints_agree
@@ -201,6 +201,7 @@ def build_chunks(
         read: Returns the whole value of a record.
         is_repacking: Values are read from earlier chunks, which must last until all are packed.
     """
+    atoms_before = {record: record.atom_numel for record in records}
     for record in records:
         record.atom_numel = atoms.get(record, 1)
     families: dict[_Family, list[ManagedParameter]] = {}
@@ -213,7 +214,12 @@ def build_chunks(
     ]
     plans.sort(key=lambda plan: plan.first)
     shapes = [_shape_of(plan, policy, topology) for plan in plans]
-    homes = None if policy.offload is None else policy.offload.choose(shapes, topology)
+    try:
+        homes = None if policy.offload is None else policy.offload.choose(shapes, topology)
+    except BudgetError:
+        for record, numel in atoms_before.items():
+            record.atom_numel = numel
+        raise
     by_index = {record.index: record for record in records}
     packed: list[tuple[Chunk, list[ManagedParameter]]] = []
     for index, (plan, shape) in enumerate(zip(plans, shapes, strict=True)):

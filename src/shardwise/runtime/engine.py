@@ -172,6 +172,8 @@ class Engine:
         if self._num_faces:
             return
         self.reducer.close()
+        if self.offload is not None:
+            self.offload.close()
         for record in self.records:
             if record.holds_stand_in:  # the collector does not see through .grad
                 record.parameter.grad = None
@@ -243,11 +245,11 @@ class Engine:
             if chunk.own.has_exact_master:
                 master_C = self.gather_update(chunk)
                 masters |= {record: record.view_in(master_C).clone() for record in chunk.records}
-        before = self.chunks
-        self.reducer.close()
+        before, reducer = self.chunks, self.reducer
         by_record = {r: atoms[r.parameter] for r in self.records if r.parameter in atoms}
         read = read_parameter if self.residence is None else self.residence.read
         self._pack(by_record, read, is_repacking=True)
+        reducer.close()
         for chunk in before:
             chunk.own.close()
         with torch.no_grad():

@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from shardwise.tiers import Block, Tier, Tiers, Transfer
@@ -41,9 +43,12 @@ class Mover:
 
         Waits for what an earlier call has started.
         """
-        self.settle()
-        for near, home in pairs:
-            self._behind.append((self.tiers.copy(near, home), near))
+        before, self._behind = self._behind, []
+        try:
+            for near, home in pairs:
+                self._behind.append((self.tiers.copy(near, home), near))
+        finally:
+            _wait(before)
 
     def settle(self) -> None:
         """Wait for all writes.
@@ -52,12 +57,17 @@ class Mover:
             Exception: The first error; all others have been waited for too.
         """
         behind, self._behind = self._behind, []
-        errors: list[Exception] = []
-        for transfer, near in behind:
-            try:
-                transfer.wait()
-            except Exception as error:
-                errors.append(error)
-            near.tier.free(near)
-        if errors:
-            raise errors[0]
+        _wait(behind)
+
+
+def _wait(writes: Sequence[tuple[Transfer, Block]]) -> None:
+    """Wait for writes, free what they read, then raise the first error."""
+    errors: list[Exception] = []
+    for transfer, near in writes:
+        try:
+            transfer.wait()
+        except Exception as error:
+            errors.append(error)
+        near.tier.free(near)
+    if errors:
+        raise errors[0]

@@ -12,10 +12,19 @@ from shardwise.options import StaticOffload
 from shardwise.residency import ChunkBytes, Purpose, Residency, divide
 from shardwise.residency import Tier as TierName
 from shardwise.runtime.collectives import all_reduce_scalars
+from shardwise.runtime.dry import is_dry_run
 from shardwise.runtime.mover import Mover
 from shardwise.runtime.state_slices import MASTER, WORKING, StateSlices
 from shardwise.runtime.topology import PARAMETER_STAGE
-from shardwise.tiers import DiskOptions, open_tiers
+from shardwise.tiers import (
+    AcceleratorTier,
+    Copier,
+    DiskOptions,
+    HostTier,
+    Tiers,
+    WorkerScheduler,
+    open_tiers,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -60,7 +69,8 @@ class Offload:
         self._choice = choice
         folder = choice.disk_path
         disk = None if folder is None else DiskOptions(folder=folder)
-        self.mover = Mover(open_tiers(device, disk=disk))
+        tiers = _dry_tiers(device) if is_dry_run() else open_tiers(device, disk=disk)
+        self.mover = Mover(tiers)
 
     def choose(self, shapes: Sequence[ChunkShape], topology: Topology) -> Homes:
         """Return the homes of all chunks, equal on all ranks.
@@ -97,6 +107,12 @@ class Offload:
     def close(self) -> None:
         """Give all memory and the file back; idempotent."""
         self.mover.tiers.close()
+
+
+def _dry_tiers(device: torch.device) -> Tiers:
+    """Return tiers that only count; memory stands for the file."""
+    accelerator, copier = AcceleratorTier(device), Copier(WorkerScheduler())
+    return Tiers(accelerator, HostTier(), HostTier(), copier=copier)
 
 
 class Homes:

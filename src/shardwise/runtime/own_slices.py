@@ -106,6 +106,12 @@ class OwnSlices:
         resting = self.state if self.has_master else self._working
         return resting is None or resting.is_at_hand
 
+    @property
+    def is_update_on_disk(self) -> bool:
+        """True where ``update_S`` comes and goes."""
+        resting = self.state if self.has_master else self._working
+        return resting is not None and not resting.is_on_host
+
     def fill_own(self, place_S: torch.Tensor) -> torch.Tensor | None:
         """Prepare to send the working slice: return it, or copy it to its place in the chunk."""
         resting = self._working
@@ -176,6 +182,15 @@ class OwnSlices:
             self.state.add(MASTER, torch.float32 if self.keeps_masters else self.dtype)
         with self.at_hand():
             self.state[MASTER].copy_(self.parameter_S if exact_S is None else exact_S)
+
+    def take_working(self) -> None:
+        """Before an update: a master that says no more than the working slice follows it.
+
+        So that writes which autograd does not see, as through ``.data``, are kept.
+        """
+        if self.has_master and not self.keeps_masters:
+            with self.at_hand():
+                self.update_S.copy_(self.parameter_S)
 
     def refresh_working(self) -> None:
         """Round the master slice into the working slice."""

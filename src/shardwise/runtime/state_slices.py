@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.tiers import Lane
+
 if TYPE_CHECKING:
     from collections.abc import Generator
 
@@ -55,7 +57,7 @@ class StateSlices:
     @property
     def is_on_host(self) -> bool:
         """Operators can use the slices where they rest."""
-        return self._home is self._mover.tiers.host
+        return self._home.lane is Lane.MEMORY
 
     @property
     def is_at_hand(self) -> bool:
@@ -99,8 +101,11 @@ class StateSlices:
             self._bring(entry)
 
     def remove(self, name: str) -> None:
-        """Give the room of a slice back that is not at hand."""
-        entry = self._slices.pop(name)
+        """Give the room of a slice back, if there is one of that name."""
+        entry = self._slices.pop(name, None)
+        if entry is None or entry.home.is_freed:
+            return
+        self._mover.settle()
         assert entry.near is None
         entry.home.tier.free(entry.home)
 
@@ -120,10 +125,10 @@ class StateSlices:
             return
         self.prefetch()
         self._depth += 1
-        self._is_changed |= is_changed
         try:
             for entry in self._slices.values():
                 self._bring(entry)
+            self._is_changed |= is_changed
             yield
         finally:
             self._depth -= 1
@@ -137,8 +142,8 @@ class StateSlices:
             entry.near = host.allocate(self._numel, entry.home.dtype)
             entry.near.tensor.zero_()
         if entry.reading is not None:
-            reading, entry.reading = entry.reading, None
-            reading.wait()
+            entry.reading.wait()  # an error leaves it to be put away unread
+            entry.reading = None
 
     def _put_away(self) -> None:
         """Write what may have changed, and let go of host memory."""
