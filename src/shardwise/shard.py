@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
 from shardwise.options import MixedPrecision, StaticOffload
+from shardwise.runtime import whole_gradient
 from shardwise.runtime.build import PackingPolicy, check_parameters
 from shardwise.runtime.collectives import broadcast_from_first
 from shardwise.runtime.engine import Engine
@@ -235,7 +236,7 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
                 fix="read its .grad",
             )
         )
-    return record.engine.full_gradient(record)
+    return whole_gradient.full_gradient(record)
 
 
 def _identity_of(parameter: nn.Parameter) -> tuple[int, int]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
+from shardwise.runtime import refusals
 from shardwise.runtime.norms import global_norm, held_runs
 
 if TYPE_CHECKING:
@@ -53,14 +54,7 @@ class Gradients:
             engine.forget_factors()
         for engine in engines:
             if engine.has_gradients and (engine.local_weight is None) != (value is None):
-                raise ShardwiseError(
-                    mismatch(
-                        "backward(weight=)",
-                        expected="a weight for all passes of a step, or for none",
-                        got="both",
-                        fix="pass weight= every time, or call zero_grad() first",
-                    )
-                )
+                raise refusals.mixed_weights()
         scaler = self.scaler
         scale = 1.0 if scaler is None else scaler.scale
         if scaler is not None:
