@@ -191,7 +191,7 @@ def full_parameters(module: nn.Module, *, writeback: bool = False) -> Generator[
     """
     engine = engine_of(module)
     records = [r for r in map(record_of, module.parameters()) if r is not None]
-    with engine.values.whole(records):
+    with engine.whereabouts.during("full_parameters()"), engine.values.whole(records):
         before = [_identity_of(record.parameter) for record in records]
         is_kept = False
         try:

@@ -336,7 +336,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Collectives: one exchange of names, one all-gather per chunk and state tensor.
         """
-        return self._exchange().full()
+        with self._binding.during("state_dict() of the optimizer"):
+            return self._exchange().full()
 
     def state_dict_shards(self, max_shard_bytes: int) -> Iterator[dict[int, dict[str, Any]]]:
         """Yield ``state`` of ``state_dict`` in parts, each at most this large.

@@ -31,7 +31,7 @@ from shardwise.runtime.collectives import (
     start_all_gather,
     wait_all,
 )
-from shardwise.runtime.divergence import Whereabouts
+from shardwise.runtime.divergence import Whereabouts, explain
 from shardwise.runtime.dry import is_dry_run
 from shardwise.runtime.managed import ATTRIBUTE, ManagedParameter, record_of
 from shardwise.runtime.offload import describe, open_offload
@@ -357,7 +357,9 @@ class Engine:
         device = self.topology.device
         buffer_C = torch.empty(chunk.layout.numel, dtype=slice_S.dtype, device=device)
         slice_of(buffer_C, axis.rank, axis.size).copy_(slice_S)
-        wait_all(start_all_gather(buffer_C, axis, Channel.GATHER_GRADIENTS))
+        self.whereabouts.note("gather of state or gradients of", chunk)
+        with explain(self.whereabouts):
+            wait_all(start_all_gather(buffer_C, axis, Channel.GATHER_GRADIENTS))
         return buffer_C
 
     def settle_moves(self) -> None:

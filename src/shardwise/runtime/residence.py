@@ -38,6 +38,7 @@ class Residence:
             before: The residence of earlier chunks, whose hooks on modules are kept.
         """
         options = engine.options
+        self.whereabouts = engine.whereabouts
         self.gatherer = Gatherer(
             engine.chunks,
             engine.topology.shard,

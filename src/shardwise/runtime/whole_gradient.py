@@ -8,8 +8,10 @@ import torch
 
 from shardwise.errors import ShardwiseError, mismatch
 from shardwise.runtime.agreement import is_true_anywhere
+from shardwise.runtime.divergence import explain
 
 if TYPE_CHECKING:
+    from shardwise.runtime.engine import Engine
     from shardwise.runtime.managed import ManagedParameter
 
 
@@ -23,6 +25,12 @@ def full_gradient(record: ManagedParameter) -> torch.Tensor | None:
     ``gradient_divisor``.
     """
     engine = record.engine
+    with engine.whereabouts.during("full_gradient()"), explain(engine.whereabouts):
+        return _gather(engine, record)
+
+
+def _gather(engine: Engine, record: ManagedParameter) -> torch.Tensor | None:
+    """Do what ``full_gradient`` says."""
     if is_true_anywhere(record.has_local_gradient, engine.topology):
         raise ShardwiseError(
             mismatch(
