@@ -1,12 +1,16 @@
-"""Errors around a backward pass and the step after it; when they are raised is not decided here."""
+"""Errors of passes, steps and reads of parameters; when they are raised is not decided here."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardwise.errors import ShardwiseError, mismatch
+from shardwise.runtime.absent import copy_refusal
+from shardwise.runtime.operator_names import is_write, operator_name
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from shardwise.runtime.managed import ManagedParameter
 
 
@@ -55,5 +59,24 @@ def mixed_weights() -> ShardwiseError:
             expected="a weight for all passes of a step on all ranks, or for none",
             got="both",
             fix="call zero_grad() and repeat the step, with weight= every time",
+        )
+    )
+
+
+def absent_values(record: ManagedParameter, func: Callable[..., Any]) -> ShardwiseError:
+    """Return the error for an operator that takes a released parameter while no unit runs."""
+    fix = "read it inside shardwise.full_parameters(module) or in the module's forward"
+    if is_write(func):
+        fix = (
+            "write it inside shardwise.full_parameters(module, writeback=True), or let a "
+            "shardwise.ShardedOptimizer update it"
+        )
+    return ShardwiseError(
+        mismatch(
+            "copy.deepcopy or pickle" if func is copy_refusal else operator_name(func),
+            expected="a parameter whose values are on this rank",
+            got="one of which every rank holds a slice",
+            where=record.name,
+            fix=fix,
         )
     )
