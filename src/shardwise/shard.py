@@ -101,7 +101,8 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
     and 2 4 + 8/N, stage 3 12/N; bfloat16 with masters: 2 + 12/N, stage 3 14/N.
 
     At stage 3 a parameter has values only while the module computes, and inside
-    ``full_parameters``; a read of it anywhere else raises, and ``state_dict`` is collective.
+    ``full_parameters``; a read of it anywhere else raises, and ``state_dict`` is collective. At
+    every stage ``load_state_dict`` copies into the chunks, also with ``assign=True``.
 
     Example:
         >>> import torch, shardwise as sw
@@ -230,8 +231,10 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 
     Raises:
         ConfigurationError: The parameter is not managed.
+        ShardwiseError: On all ranks, if some rank has a gradient that was not reduced yet: one of
+            ``no_sync``, or one that was assigned.
 
-    Collectives: one all-gather of the parameter's chunk, on all ranks.
+    Collectives: one flag, and one all-gather of the parameter's chunk, on all ranks.
     """
     record = record_of(parameter)
     if record is None:

@@ -281,7 +281,7 @@ class Engine:
         if self.residence is not None:
             self.residence.recover()
         for record in members:
-            record.local = None
+            record.local, record.is_replaced = None, False
             if set_to_none:
                 record.parameter.grad = None
                 record.is_held = False
