@@ -86,6 +86,7 @@ class Binding:
             for engine in self.engines():
                 stack.enter_context(engine.whereabouts.during(task))
                 stack.enter_context(explain(engine.whereabouts))
+                engine.whereabouts.note("exchange of names")
             yield
 
     def piece(self, record: ManagedParameter) -> nn.Parameter | None:
