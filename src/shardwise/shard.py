@@ -5,17 +5,22 @@ The other functions here act on what it made: ``no_sync``, ``full_parameters``, 
 
 from __future__ import annotations
 
-import math
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
-from shardwise.options import MixedPrecision, StaticOffload
+from shardwise.runtime import whole_gradient
+from shardwise.runtime.arguments import (
+    check_arguments,
+    check_tensor_parallel,
+    keep_bytes_of,
+    listed,
+    units_of,
+)
 from shardwise.runtime.build import PackingPolicy, check_parameters
 from shardwise.runtime.collectives import broadcast_from_first
 from shardwise.runtime.engine import Engine
@@ -25,12 +30,14 @@ from shardwise.runtime.materialise import Materialiser, device_for, has_meta
 from shardwise.runtime.offload import check_offload
 from shardwise.runtime.root import RootHooks
 from shardwise.runtime.topology import PARAMETER_STAGE, Topology, make_topology
-from shardwise.runtime.units import Unit, bundle, find_units
+from shardwise.runtime.units import bundle
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator
 
     from torch.distributed.device_mesh import DeviceMesh
+
+    from shardwise.options import MixedPrecision, StaticOffload
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -94,7 +101,8 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
     and 2 4 + 8/N, stage 3 12/N; bfloat16 with masters: 2 + 12/N, stage 3 14/N.
 
     At stage 3 a parameter has values only while the module computes, and inside
-    ``full_parameters``; a read of it anywhere else raises, and ``state_dict`` is collective.
+    ``full_parameters``; a read of it anywhere else raises, and ``state_dict`` is collective. At
+    every stage ``load_state_dict`` copies into the chunks, also with ``assign=True``.
 
     Example:
         >>> import torch, shardwise as sw
@@ -105,16 +113,17 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
     Source: Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter
     Models, 2020, section 5; Zhao et al., PyTorch FSDP, 2023, for hybrid sharding.
     """
-    left_alone = frozenset(ignored)
-    _check_arguments(module, mixed_precision, chunk_bytes, left_alone, gradient_reduction)
+    kept_out = listed("ignored", ignored, of="parameters")
+    check_arguments(module, mixed_precision, chunk_bytes, kept_out, gradient_reduction, init_fn)
+    left_alone = frozenset(kept_out)
     named = [
         (name, parameter)
         for name, parameter in module.named_parameters()
         if parameter not in left_alone and (parameter.requires_grad or _can_be_packed(parameter))
     ]
-    kinds = None if units is None else tuple(units)
-    found = _find_units(module, stage, kinds, reshard_after_forward)
-    _check_tensor_parallel(named, mesh)
+    kinds = None if units is None else listed("units", units, of="module classes")
+    found = units_of(module, stage, kinds, reshard_after_forward)
+    check_tensor_parallel(named, mesh)
     is_meta = has_meta(module)
     device = check_parameters(named, meta_as=device_for(module, mesh) if is_meta else None)
     materialiser = Materialiser(module, device, init_fn) if is_meta else None
@@ -131,7 +140,7 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
         packing=packing,
         sums_gradients=gradient_reduction == "sum",
         knows_model=True,
-        keep_bytes=_keep_bytes(reshard_after_forward),
+        keep_bytes=keep_bytes_of(reshard_after_forward),
         offload=check_offload(offload, stage=stage),
     )
     engine = Engine(named, topology, options, materialiser=materialiser)
@@ -183,7 +192,7 @@ def full_parameters(module: nn.Module, *, writeback: bool = False) -> Generator[
     """
     engine = engine_of(module)
     records = [r for r in map(record_of, module.parameters()) if r is not None]
-    with engine.values.whole(records):
+    with engine.whereabouts.during("full_parameters()"), engine.values.whole(records):
         before = [_identity_of(record.parameter) for record in records]
         is_kept = False
         try:
@@ -222,8 +231,10 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
 
     Raises:
         ConfigurationError: The parameter is not managed.
+        ShardwiseError: On all ranks, if some rank has a gradient that was not reduced yet: one of
+            ``no_sync``, or one that was assigned.
 
-    Collectives: one all-gather of the parameter's chunk, on all ranks.
+    Collectives: one flag, and one all-gather of the parameter's chunk, on all ranks.
     """
     record = record_of(parameter)
     if record is None:
@@ -231,11 +242,11 @@ def full_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
             mismatch(
                 "full_gradient",
                 expected="a parameter that shardwise manages",
-                got="another tensor",
-                fix="read its .grad",
+                got=f"another {type(parameter).__name__}",
+                fix="pass one of a sharded module; that of any other tensor is in its .grad",
             )
         )
-    return record.engine.full_gradient(record)
+    return whole_gradient.full_gradient(record)
 
 
 def _identity_of(parameter: nn.Parameter) -> tuple[int, int]:
@@ -245,123 +256,22 @@ def _identity_of(parameter: nn.Parameter) -> tuple[int, int]:
 
 def engine_of(module: nn.Module) -> Engine:
     """Return the engine behind a sharded module or a part of one."""
-    engine = module.__dict__.get(ATTRIBUTE)
-    if engine is not None:
-        return engine
-    for parameter in module.parameters():
-        record = record_of(parameter)
-        if record is not None:
-            return record.engine
+    if isinstance(module, nn.Module):
+        engine = module.__dict__.get(ATTRIBUTE)
+        if engine is not None:
+            return engine
+        for parameter in module.parameters():
+            record = record_of(parameter)
+            if record is not None:
+                return record.engine
     raise ConfigurationError(
         mismatch(
             "module",
-            expected="one that shardwise.shard was called on",
+            expected="one that shardwise.shard was called on, or a part of it",
             got=type(module).__name__,
-            fix="call shardwise.shard(module, stage=...) first",
+            fix="call shardwise.shard(module, stage=...) first and pass that module",
         )
     )
-
-
-def _check_arguments(
-    module: nn.Module,
-    mixed_precision: MixedPrecision | None,
-    chunk_bytes: int | None,
-    ignored: frozenset[Any],
-    gradient_reduction: str,
-) -> None:
-    """Refuse arguments of the wrong kind."""
-    if not isinstance(module, nn.Module):
-        raise _bad("module", "a torch.nn.Module", type(module).__name__, "pass the model")
-    if isinstance(module, nn.parallel.DistributedDataParallel):
-        raise _bad(
-            "module",
-            "a plain module",
-            "DistributedDataParallel",
-            "drop that wrapper: shardwise reduces gradients itself",
-        )
-    if mixed_precision is not None and not isinstance(mixed_precision, MixedPrecision):
-        raise _bad(
-            "mixed_precision",
-            "a shardwise.MixedPrecision or None",
-            repr(mixed_precision),
-            "write MixedPrecision(param_dtype=...)",
-        )
-    if chunk_bytes is not None and (not isinstance(chunk_bytes, int) or chunk_bytes < 1):
-        raise _bad("chunk_bytes", "a positive int or None", repr(chunk_bytes), "pass bytes")
-    if gradient_reduction not in ("mean", "sum"):
-        raise _bad("gradient_reduction", "'mean' or 'sum'", repr(gradient_reduction), "choose one")
-    own = set(module.parameters())
-    if not ignored <= own:
-        raise _bad(
-            "ignored",
-            "parameters of the module",
-            f"{len(ignored - own)} other objects",
-            "pass nn.Parameter objects that module.parameters() yields",
-        )
-    if module.__dict__.get(ATTRIBUTE) is not None:  # a copy of a sharded module carries None
-        raise _bad("module", "one that is not sharded yet", "a sharded one", "call shard once")
-
-
-def _check_tensor_parallel(
-    named: Iterable[tuple[str, nn.Parameter]], mesh: DeviceMesh | None
-) -> None:
-    """Refuse DTensor parameters without a data axis, or without values."""
-    split = [parameter for _, parameter in named if isinstance(parameter, DTensor)]
-    if mesh is None and split:
-        raise _bad(
-            "mesh",
-            "the data-parallel axis of the mesh that the DTensor parameters lie on",
-            "None",
-            "pass mesh=mesh['dp']",
-        )
-    if any(parameter.is_meta for parameter in split):
-        raise _bad(
-            "module",
-            "tensor-parallel parameters with values",
-            "DTensors on the meta device",
-            "call module.to_empty(device=...) and initialise it before sharding",
-        )
-
-
-def _keep_bytes(reshard_after_forward: bool | int) -> float:
-    """Return how many gathered bytes a forward pass may leave."""
-    if reshard_after_forward is False:
-        return math.inf
-    return 0 if reshard_after_forward is True else reshard_after_forward
-
-
-def _find_units(
-    module: nn.Module,
-    stage: int,
-    kinds: tuple[type[nn.Module], ...] | None,
-    reshard_after_forward: bool | int,
-) -> list[Unit]:
-    """Return the units at stage 3; refuse settings that other stages have no use for."""
-    if not isinstance(reshard_after_forward, int) or reshard_after_forward < 0:
-        raise _bad(
-            "reshard_after_forward",
-            "True, False or a number of bytes",
-            repr(reshard_after_forward),
-            "pass one of them",
-        )
-    if stage != PARAMETER_STAGE:
-        for name, is_given in (
-            ("units", kinds is not None),
-            ("reshard_after_forward", reshard_after_forward is not True),
-        ):
-            if is_given:
-                raise _bad(
-                    name, "nothing below stage 3", f"a setting at stage {stage!r}", "drop it"
-                )
-        return []
-    if any(not (isinstance(kind, type) and issubclass(kind, nn.Module)) for kind in kinds or ()):
-        raise _bad("units", "module classes", repr(kinds), "write units=[type(model.layers[0])]")
-    return find_units(module, kinds)
-
-
-def _bad(what: str, expected: str, got: str, fix: str) -> ConfigurationError:
-    """Return the error for an argument."""
-    return ConfigurationError(mismatch(what, expected=expected, got=got, fix=fix))
 
 
 def _can_be_packed(parameter: nn.Parameter) -> bool:

@@ -89,6 +89,18 @@ def test_bad_input_is_refused_once_before_any_rank_starts(tmp_path):
     assert errors.startswith("shardwise train: --data expected")
 
 
+@pytest.mark.parametrize("ranks", [(), ("--ranks", "2")], ids=["plain", "ranks"])
+def test_a_device_that_is_not_there_is_refused(tmp_path, monkeypatch, ranks):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    text, out = make_text(tmp_path), tmp_path / "out"
+    options = ("--data", str(text), "--out", str(out), "--steps", "1", "--device", "cuda")
+    code, output, errors = run([*PLAIN, "train", *ranks, *TINY, *options])
+    assert (code, output) == (2, "")
+    assert errors.count("\n") == 1
+    assert errors.startswith("shardwise train: --device expected")
+    assert not out.exists()
+
+
 def test_what_only_the_ranks_can_refuse_ends_with_the_code_for_bad_input(tmp_path):
     text = make_text(tmp_path)
     code, _, errors = run(

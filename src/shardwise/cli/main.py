@@ -254,9 +254,11 @@ def _train(file: Path | None, options: dict[str, object], *, num_ranks: int | No
     try:
         config = load(file, options)
         from shardwise.cli.train.command import load_text, run
+        from shardwise.cli.train.ranks import check_device
 
         if num_ranks is None or "WORLD_SIZE" in os.environ:
             return run(config)
+        check_device(config.shard.device)
         load_text(config)
     except ConfigurationError as error:
         _refuse(str(error))

@@ -6,6 +6,7 @@ pieces that this rank owns, in the order of the parameters, and parameters that 
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,10 +16,11 @@ from torch import nn
 from shardwise.errors import ConfigurationError, mismatch
 from shardwise.optimizer.pieces import shape_piece
 from shardwise.optimizer.resting import RestingState, stand_in
+from shardwise.runtime.divergence import explain
 from shardwise.runtime.managed import ManagedParameter, record_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.engine import Engine
@@ -82,6 +84,16 @@ class Binding:
         """Take room for state that will rest elsewhere: see ``RestingState.reserve``."""
         groups = [[m.record for m in members if m.record is not None] for members in self.groups]
         self.resting.reserve(groups, self.engines())
+
+    @contextmanager
+    def during(self, task: str) -> Generator[None]:
+        """Name the call of the user that communicates inside, should ranks fail to meet there."""
+        with ExitStack() as stack:
+            for engine in self.engines():
+                stack.enter_context(engine.whereabouts.during(task))
+                stack.enter_context(explain(engine.whereabouts))
+                engine.whereabouts.note("exchange of names")
+            yield
 
     def piece(self, record: ManagedParameter) -> nn.Parameter | None:
         """Return what the optimizer sees of a parameter on this rank."""

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
+from shardwise.errors import ShardwiseError, mismatch
+from shardwise.optimizer.arguments import check_weight
+from shardwise.runtime import refusals
 from shardwise.runtime.norms import global_norm, held_runs
 
 if TYPE_CHECKING:
@@ -53,14 +55,7 @@ class Gradients:
             engine.forget_factors()
         for engine in engines:
             if engine.has_gradients and (engine.local_weight is None) != (value is None):
-                raise ShardwiseError(
-                    mismatch(
-                        "backward(weight=)",
-                        expected="a weight for all passes of a step, or for none",
-                        got="both",
-                        fix="pass weight= every time, or call zero_grad() first",
-                    )
-                )
+                raise refusals.mixed_weights()
         scaler = self.scaler
         scale = 1.0 if scaler is None else scaler.scale
         if scaler is not None:
@@ -174,55 +169,6 @@ class Gradients:
     def _left_out(self) -> list[torch.Tensor]:
         """Return the local gradients of parameters that are not sharded."""
         return [p.grad for p in self._binding.left_out() if p.grad is not None]
-
-
-def check_loss(loss: object) -> None:
-    """Refuse a loss that has no gradient to give."""
-    if not isinstance(loss, torch.Tensor):
-        raise ConfigurationError(
-            mismatch(
-                "backward",
-                expected="a scalar tensor",
-                got=type(loss).__name__,
-                fix="pass the loss that the model returned",
-            )
-        )
-
-
-def check_clip(max_norm: float | None) -> float | None:
-    """Return a clipping limit, or refuse one that is not a positive number."""
-    if max_norm is None:
-        return None
-    limit = float(max_norm)
-    if not limit > 0:
-        raise ConfigurationError(
-            mismatch(
-                "clip_grad_norm",
-                expected="a positive number or None",
-                got=max_norm,
-                fix="pass None not to clip",
-            )
-        )
-    return limit
-
-
-def check_weight(weight: float | None) -> float | None:
-    """Return a weight as a number, or refuse one that cannot be one."""
-    if weight is None:
-        return None
-    is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    is_scalar = hasattr(weight, "numel") and weight.numel() == 1
-    value = float(weight) if is_number or is_scalar else math.nan
-    if not math.isfinite(value) or value < 0:
-        raise ConfigurationError(
-            mismatch(
-                "backward(weight=)",
-                expected="a finite number of at least 0",
-                got=weight,
-                fix="pass how many tokens or samples the summed loss covers",
-            )
-        )
-    return value
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import BudgetError, ConfigurationError, mismatch
+from shardwise.optimizer.arguments import check_dict
 from shardwise.optimizer.atoms import Atom, atoms_of, choose_atom
 from shardwise.optimizer.binding import Binding, check_members
 from shardwise.runtime.build import PackingPolicy, check_parameters
@@ -151,18 +152,21 @@ def _undo(engine: Engine) -> None:
 
 def _new_members(binding: Binding, param_group: dict[str, Any]) -> list[nn.Parameter]:
     """Return the parameters of a group to be added, or refuse them."""
-    given = param_group.get("params")
+    group = check_dict("add_param_group", param_group, fix="write {'params': [...], 'lr': ...}")
+    given = group.get("params")
     entries = [given] if isinstance(given, torch.Tensor) else list(given or ())
     known: set[torch.Tensor] = {member.parameter for member in binding.members()}
     parameters: list[nn.Parameter] = []
     for entry in entries:
         parameter = entry[1] if isinstance(entry, tuple) else entry
+        is_tensor = isinstance(parameter, torch.Tensor)
         if not isinstance(parameter, nn.Parameter) or parameter in known:
             raise ConfigurationError(
                 mismatch(
                     "add_param_group",
                     expected="nn.Parameter objects that are in no group yet",
-                    got=f"a {type(parameter).__name__} of shape {tuple(parameter.shape)}",
+                    got=f"a {type(parameter).__name__}"
+                    + (f" of shape {tuple(parameter.shape)}" if is_tensor else ""),
                     fix="list each parameter in one group",
                 )
             )

@@ -10,13 +10,19 @@ import logging
 import math
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
 from shardwise.optimizer.accounting import held_storages
-from shardwise.optimizer.gradients import Gradients, check_clip, check_loss, clip_coefficient
+from shardwise.optimizer.arguments import (
+    check_clip,
+    check_dict,
+    check_loss,
+    check_shard_bytes,
+    copy_refusal,
+)
+from shardwise.optimizer.gradients import Gradients, clip_coefficient
 from shardwise.optimizer.setup import SetUp, bind_group, set_up
 from shardwise.optimizer.state import StateExchange
 from shardwise.optimizer.stepping import Factors, Stepper
@@ -134,16 +140,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if earlier is not None:
             self.load_state_dict(earlier)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> ShardedOptimizer:
-        """Refuse: a copy would update the same chunks."""
-        raise ShardwiseError(
-            mismatch(
-                "copy.deepcopy",
-                expected="a plain optimizer",
-                got="a ShardedOptimizer",
-                fix="make a new one over the copied model and load state_dict() into it",
-            )
-        )
+    def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
+        """Refuse."""
+        raise copy_refusal("copy.deepcopy")
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse pickling."""
+        raise copy_refusal("pickle")
 
     def _share(self) -> None:
         """Show the wrapped optimizer's groups and state as one's own."""
@@ -155,7 +158,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> float:
-        """Global gradient norm of the last step, before clipping; inf or nan if it was skipped."""
+        """Global gradient norm of the last step, before clipping; inf or nan if it was skipped.
+
+        Between ``clip_grad_norm_`` and the step it clips for: the norm before the first clipping.
+        """
         return self._norm
 
     @property
@@ -243,7 +249,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if limit is not None and math.isfinite(norm):
             with torch.no_grad():
                 self._gradients.multiply_(clip_coefficient(norm, limit))
-        self._clipped_norm = norm
+        if self._clipped_norm is None:
+            self._norm = self._clipped_norm = norm
         return torch.tensor(norm, dtype=torch.float32)
 
     # ------------------------------------------------------------------ the update
@@ -280,7 +287,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if scaler is not None and self._gradients.exist():
             scaler.update(overflowed=overflowed)
         if overflowed:
-            self._skip(norm)
+            self._skip(norm, has_weight=all(divisors.values()))
             return loss
         coefficient = 1.0 if self._max_norm is None else clip_coefficient(norm, self._max_norm)
         self._gradients.scale_left_out_(divisors, coefficient)
@@ -294,12 +301,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                     engine.values.settle()
         return loss
 
-    def _skip(self, norm: float) -> None:
+    def _skip(self, norm: float, *, has_weight: bool) -> None:
         """Leave everything as it was and drop the gradients."""
         self.last_step_skipped = True
         logger.warning(
-            "step skipped: the global gradient norm is %s%s",
-            norm,
+            "step skipped: %s%s",
+            f"the global gradient norm is {norm}" if has_weight else "the global weight is 0",
             "" if self._gradients.scaler is None else f"; loss scale is now {self.loss_scale:g}",
         )
         self.zero_grad()
@@ -329,7 +336,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
         Collectives: one exchange of names, one all-gather per chunk and state tensor.
         """
-        return self._exchange().full()
+        with self._binding.during("state_dict() of the optimizer"):
+            return self._exchange().full()
 
     def state_dict_shards(self, max_shard_bytes: int) -> Iterator[dict[int, dict[str, Any]]]:
         """Yield ``state`` of ``state_dict`` in parts, each at most this large.
@@ -337,13 +345,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         A part that holds one parameter alone may be larger. Collectives: as ``state_dict``, spread
         over the iteration: all ranks must iterate to the end.
         """
-        if max_shard_bytes < 1:
-            raise ConfigurationError(
-                mismatch(
-                    "max_shard_bytes", expected="at least 1", got=max_shard_bytes, fix="pass bytes"
-                )
-            )
-        return self._exchange().in_shards(max_shard_bytes)
+        return self._exchange().in_shards(check_shard_bytes(max_shard_bytes))
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -352,6 +354,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ConfigurationError: Groups or shapes do not match; nothing is changed.
         """
+        check_dict("load_state_dict", state_dict, fix="pass what state_dict() returned")
         for engine in self._binding.engines():
             engine.values.settle()
             engine.reducer.watch()

@@ -46,6 +46,10 @@ class Absent:
         if func in _DESCRIPTIONS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func in _CASTS and _changes_nothing(func, *args, **(kwargs or {})):
+            return args[0]
+        if func == _SET_DATA and args[0] is args[1]:
+            return None
         if func is torch.Tensor.copy_ and _takes_pieces(args[0]):
             return _write(*args, **(kwargs or {}))
         pinned: list[Chunk] = []
@@ -169,6 +173,17 @@ def _write(parameter: nn.Parameter, src: torch.Tensor, non_blocking: bool = Fals
     return parameter
 
 
+def _changes_nothing(func: Callable[..., Any], target: object, *args: Any, **kwargs: Any) -> bool:  # noqa: ANN401
+    """Return whether a cast or a move, as of ``module.to``, would return the parameter itself."""
+    if not isinstance(target, Absent) or not isinstance(target, nn.Parameter):
+        return False
+    if kwargs.get("memory_format") is not None:
+        return False
+    probe = torch.empty(0, dtype=target.dtype, device=target.device)
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(probe, *args, **kwargs) is probe
+
+
 def _parameters_in(value: Any) -> list[nn.Parameter]:  # noqa: ANN401 - any argument
     """Return the parameters among arguments, in containers too."""
     if isinstance(value, nn.Parameter):
@@ -183,6 +198,10 @@ def _parameters_in(value: Any) -> list[nn.Parameter]:  # noqa: ANN401 - any argu
 
 
 _T: Any = torch.Tensor
+_SET_DATA: Any = _T.data.__set__
+_CASTS: frozenset[Any] = frozenset(
+    {_T.to, _T.float, _T.double, _T.half, _T.bfloat16, _T.cpu, _T.cuda, _T.type}
+)
 _DESCRIPTIONS: frozenset[Any] = frozenset(
     [
         *(
@@ -220,6 +239,11 @@ _DESCRIPTIONS: frozenset[Any] = frozenset(
         *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like),
         *(torch.randn_like, _T.new_zeros, _T.new_ones, _T.new_empty, _T.new_full, _T.new_tensor),
         *(torch.result_type, _T.is_inference, _T.is_shared, _T.is_sparse_csr.__get__),
-        *(torch.is_same_size, torch.autograd.grad, torch.autograd.backward),
+        *(
+            torch.is_same_size,
+            torch._has_compatible_shallow_copy_type,
+            torch.autograd.grad,
+            torch.autograd.backward,
+        ),
     ]
 )

@@ -86,6 +86,14 @@ def fingerprints_agree(fingerprint: int, topology: Topology) -> bool:
     return high == -low
 
 
+def is_true_anywhere(fact: bool, topology: Topology) -> bool:
+    """Return, on all ranks alike, whether some rank says so. Collectives: one all-reduce."""
+    if topology.size == 1 or is_dry_run():
+        return fact
+    flag = torch.tensor([int(fact)], dtype=torch.int64)
+    return bool(all_reduce_scalars(flag, topology.axes, maximum=True))
+
+
 def _union(mask: int, num_bits: int, topology: Topology) -> int:
     """Exchange the bits themselves."""
     data = bytearray(mask.to_bytes((num_bits + 7) // 8, "little"))

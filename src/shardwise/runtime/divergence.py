@@ -46,6 +46,7 @@ class Whereabouts:
         """Differs where ranks have gathered otherwise since they last agreed."""
         self._gathered: deque[Chunk] = deque(maxlen=_LONGEST_SEQUENCE)
         self._count = 0
+        self._task = self._last_task = ""
         self._what = "start"
         self._chunk: Chunk | None = None
 
@@ -53,6 +54,25 @@ class Whereabouts:
         """Say what comes next."""
         self._what, self._chunk = what, chunk
         self._count += 1
+
+    @contextmanager
+    def during(self, task: str) -> Generator[None]:
+        """Name the call of the user that what comes inside belongs to."""
+        before = self._task
+        self.begin(task)
+        try:
+            yield
+        finally:
+            self._task = before
+
+    def begin(self, task: str) -> None:
+        """Name the call of the user that has begun; ``end`` it."""
+        # what it gathers may meet what another rank gathers for another reason: it is over then
+        self._task = self._last_task = task
+
+    def end(self) -> None:
+        """Leave the call of the user."""
+        self._task = ""
 
     def note_gather(self, chunk: Chunk) -> None:
         """Remember a gather for the next agreement."""
@@ -64,6 +84,7 @@ class Whereabouts:
         """All ranks have agreed on what was gathered."""
         self.gathered_print = 0
         self._gathered.clear()
+        self._last_task = self._task
 
     def other_order(self) -> DivergenceError:
         """Return the error for ranks that gathered in different orders. All ranks call it."""
@@ -83,7 +104,9 @@ class Whereabouts:
     def places(self) -> dict[int, str | None]:
         """Return what every rank was at, None where no answer came in time."""
         what = self._what if self._chunk is None else f"{self._what} {self._chunk.label}"
-        return self._exchange(f"step {self.step}: {what} (event {self._count})")
+        task = f", after {self._last_task}" if self._last_task else ""
+        task = f", in {self._task}" if self._task else task
+        return self._exchange(f"step {self.step}{task}: {what} (event {self._count})")
 
     def _exchange(self, note: NoteT) -> dict[int, NoteT | None]:
         """Give a note to all ranks and return theirs by global rank."""
@@ -132,7 +155,7 @@ def _divergence(notes: Mapping[int, str | None]) -> DivergenceError:
             "all ranks",
             expected="the same sequence of communication",
             got=lines,
-            fix="call the same modules in the same order on every rank (a unit that some ranks "
-            "skip must lie inside a larger unit)",
+            fix="call the same modules, and state_dict() and the like, in the same order on every "
+            "rank (a unit that some ranks skip must lie inside a larger unit)",
         )
     )

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
+from shardwise.runtime import refusals
 from shardwise.runtime.absent import describing
 from shardwise.runtime.build import (
     build_chunks,
@@ -30,7 +31,7 @@ from shardwise.runtime.collectives import (
     start_all_gather,
     wait_all,
 )
-from shardwise.runtime.divergence import Whereabouts
+from shardwise.runtime.divergence import Whereabouts, explain
 from shardwise.runtime.dry import is_dry_run
 from shardwise.runtime.managed import ATTRIBUTE, ManagedParameter, record_of
 from shardwise.runtime.offload import describe, open_offload
@@ -260,14 +261,7 @@ class Engine:
         """Raise before a forward on top of a backward pass that ended in an error."""
         outside = torch._C._current_graph_task_id() == OUTSIDE_BACKWARD
         if torch.is_grad_enabled() and self.reducer.is_open and outside:
-            raise ShardwiseError(
-                mismatch(
-                    "forward",
-                    expected="a finished backward pass before it",
-                    got="one that ended in an error",
-                    fix="call optimizer.zero_grad() and repeat the step",
-                )
-            )
+            raise refusals.unfinished_backward("forward")
 
     # ------------------------------------------------------------------ gradients
 
@@ -289,11 +283,11 @@ class Engine:
         if self.residence is not None:
             self.residence.recover()
         for record in members:
-            record.local = None
+            record.local, record.is_replaced = None, False
             if set_to_none:
                 record.parameter.grad = None
                 record.is_held = False
-            elif record.parameter.grad is not None and not record.is_held:
+            elif record.has_plain_gradient and record.parameter.grad is not None:
                 record.parameter.grad.zero_()
         for chunk in {record.chunk: None for record in members}:
             if not any(record.is_held for record in chunk.records):
@@ -342,6 +336,11 @@ class Engine:
         reduction.divisor = 1
         self.reducer.bare_backward_refusal = refusal or "the loss before it was weighted"
 
+    @property
+    def local_factor(self) -> float:
+        """What a true gradient is multiplied by to lie among those of this rank."""
+        return self.gradient_scale * (1.0 if self.local_weight is None else self.local_weight)
+
     def gradient_divisor(self) -> float:
         """Return what held gradients must be divided by: loss scale times global weight.
 
@@ -354,25 +353,15 @@ class Engine:
         weight = torch.tensor([self.local_weight], dtype=torch.float64)
         return self.gradient_scale * float(all_reduce_scalars(weight, self.topology.axes))
 
-    def full_gradient(self, record: ManagedParameter) -> torch.Tensor | None:
-        """Return the reduced gradient of one parameter, whole, in at least float32.
-
-        Collectives: one all-gather of the chunk, and those of ``gradient_divisor``.
-        """
-        slice_S = record.chunk.own.gradient_S
-        if not record.is_held or slice_S is None:
-            return None
-        whole = record.view_in(self.gather(record.chunk, slice_S))
-        whole = whole.to(torch.promote_types(whole.dtype, torch.float32), copy=True)
-        return record.globalise(whole.div_(self.gradient_divisor()))
-
     def gather(self, chunk: Chunk, slice_S: torch.Tensor) -> torch.Tensor:
         """Return a new chunk-sized buffer with every rank's slice. Collectives: one all-gather."""
         axis = self.topology.shard
         device = self.topology.device
         buffer_C = torch.empty(chunk.layout.numel, dtype=slice_S.dtype, device=device)
         slice_of(buffer_C, axis.rank, axis.size).copy_(slice_S)
-        wait_all(start_all_gather(buffer_C, axis, Channel.GATHER_GRADIENTS))
+        self.whereabouts.note("gather of state or gradients of", chunk)
+        with explain(self.whereabouts):
+            wait_all(start_all_gather(buffer_C, axis, Channel.GATHER_GRADIENTS))
         return buffer_C
 
     def settle_moves(self) -> None:

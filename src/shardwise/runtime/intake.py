@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from shardwise.runtime.placeholder import ShardedGradient
 
 if TYPE_CHECKING:
@@ -23,11 +25,27 @@ class GradientIntake:
         """Under no_sync: leave the gradient in place, or sum it in the wider reduce dtype."""
         grad = record.parameter.grad
         if grad is None or grad.dtype == record.chunk.reduce_dtype or not self._leaves_stand_ins:
+            record.note_accumulated()
             return
         wide = record.localise(grad.to_dense() if grad.is_sparse else grad)
         wide = wide.to(record.chunk.reduce_dtype)
         record.local = wide if record.local is None else record.local.add_(wide)
         self.show_stand_in(record)
+
+    @torch.no_grad()
+    def adopt(self, record: ManagedParameter) -> None:
+        """Let a gradient that the user has assigned replace all that came before it.
+
+        Made one of this rank's: it is a true gradient, theirs are scaled and weighted.
+        """
+        record.local = None
+        if record.is_held:
+            record.drop_gradient()
+            record.is_replaced = True
+        grad, factor = record.parameter.grad, record.engine.local_factor
+        if grad is not None and factor != 1.0:
+            record.parameter.grad = grad * factor
+        record.note_accumulated()
 
     def absorb(self, record: ManagedParameter) -> None:
         """Move ``parameter.grad`` (and what no_sync kept) into the chunk's buffer."""

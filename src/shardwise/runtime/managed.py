@@ -7,6 +7,7 @@ not carry it along. The record knows its place and the state of its gradient; it
 from __future__ import annotations
 
 import sys
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,8 @@ class ManagedParameter:
         """The norm counts it on this rank: False for copies of what another rank counts."""
         self.is_zero = False
         """The held gradient was zeroed, not removed: no loss scale or weight is part of it."""
+        self.is_replaced = False
+        """The user has put another gradient in its place since the ranks last agreed."""
         self.has_arrived = False
         """A gradient of the backward pass that is open was written to the chunk's buffer."""
         self.is_expected = True
@@ -60,6 +63,8 @@ class ManagedParameter:
         """Gradient gathered under no_sync in a wider dtype than the parameter's."""
         self.late: torch.Tensor | None = None
         """Gradient that came after the chunk was sent (recompute of a shared parameter)."""
+        self._accumulated: weakref.ref[torch.Tensor] | None = None
+        """What autograd has left in ``parameter.grad`` under no_sync."""
         self.idle_uses = self.idle_references = 0
         """References from C++ and from Python that are no saved tensors, when it was gathered."""
         self.is_disowned = False
@@ -83,11 +88,28 @@ class ManagedParameter:
         setattr(self.parameter, ATTRIBUTE, self)
 
     @property
+    def has_plain_gradient(self) -> bool:
+        """A gradient of this rank alone lies in ``parameter.grad``."""
+        grad = self.parameter.grad
+        return grad is not None and not isinstance(grad, ShardedGradient)
+
+    @property
     def has_local_gradient(self) -> bool:
         """A gradient of this rank alone is waiting to be reduced."""
+        return self.has_plain_gradient or self.local is not None
+
+    @property
+    def is_assigned(self) -> bool:
+        """The gradient in ``parameter.grad`` was put there by the user, not by autograd."""
         grad = self.parameter.grad
-        is_plain = grad is not None and not isinstance(grad, ShardedGradient)
-        return is_plain or self.local is not None
+        if grad is None or isinstance(grad, ShardedGradient):
+            return False
+        return self._accumulated is None or self._accumulated() is not grad
+
+    def note_accumulated(self) -> None:
+        """Remember what lies in ``parameter.grad`` as a gradient of local passes."""
+        grad = self.parameter.grad
+        self._accumulated = None if grad is None else weakref.ref(grad)
 
     @property
     def holds_stand_in(self) -> bool:

@@ -1,15 +1,13 @@
 """Give every rank the slices that the others have updated, and wait only where they are needed.
 
-After ``publish`` a chunk's parameters are in flight. Where the model is known, each of them is
-made absent until it is first used: an operator that takes it waits for its chunk, whatever module,
-tied weight or custom method the use comes from.
+After ``publish`` a chunk's parameters are in flight: graphs that saved them are void at once. Where
+the model is known, each of them is made absent until it is first used: an operator that takes it
+waits for its chunk, whatever module, tied weight or custom method the use comes from.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-
-import torch
 
 from shardwise.runtime.absent import hide, show
 from shardwise.runtime.collectives import Channel, start_all_gather
@@ -20,14 +18,10 @@ if TYPE_CHECKING:
 
 
 def settle_chunk(chunk: Chunk) -> None:
-    """Wait for one chunk; the values are new, so graphs that saved the old ones become invalid."""
+    """Wait for one chunk and make its parameters plain."""
     chunk.await_parameters()
-    parameters = [record.parameter for record in chunk.records]
-    for parameter in parameters:
-        show(parameter)
-    torch.autograd.graph.increment_version(parameters)
     for record in chunk.records:
-        record.seen_version = record.parameter._version
+        show(record.parameter)
 
 
 def publish(chunk: Chunk, axis: Axis, *, lazily: bool) -> None:
@@ -40,6 +34,8 @@ def publish(chunk: Chunk, axis: Axis, *, lazily: bool) -> None:
         axis: The shard axis.
         lazily: Let the first use of a parameter wait. Otherwise the caller calls ``settle_chunk``.
     """
+    # before anything arrives: backward over an older graph does not wait for it
+    chunk.void_graphs()
     chunk.pending = start_all_gather(
         chunk.whole_C, axis, Channel.GATHER_PARAMETERS, key=chunk.index
     )

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd import Variable
 
-from shardwise.errors import ShardwiseError, mismatch
-from shardwise.runtime import facts
+from shardwise.runtime import facts, refusals
 from shardwise.runtime.absent import describing
 from shardwise.runtime.agreement import Verdict, agree
 from shardwise.runtime.collectives import is_pairwise
@@ -146,16 +145,12 @@ class GradientReducer:
     def _before(self, record: ManagedParameter, _: object) -> None:
         """Make room in ``parameter.grad``."""
         if self.bare_backward_refusal is not None and not self._is_explicit:
-            raise ShardwiseError(
-                mismatch(
-                    "backward",
-                    expected="optimizer.backward(loss)",
-                    got="loss.backward()",
-                    where=record.name,
-                    fix=f"call optimizer.backward: {self.bare_backward_refusal}",
-                )
-            )
+            raise refusals.bare_backward(record, self.bare_backward_refusal)
         parameter = record.parameter
+        if self.is_synchronising and self._phase is Phase.IDLE:
+            self._open()
+        elif not self.is_synchronising and record.is_assigned:
+            self._intake.adopt(record)
         if isinstance(parameter.grad, ShardedGradient):
             parameter.grad = None
             return
@@ -167,14 +162,7 @@ class GradientReducer:
     def _after(self, record: ManagedParameter, parameter: torch.Tensor) -> None:
         """Take the gradient that autograd has just finished."""
         if parameter.dtype != record.chunk.dtype:
-            raise ShardwiseError(
-                mismatch(
-                    f"parameter {record.name!r}",
-                    expected=record.chunk.dtype,
-                    got=parameter.dtype,
-                    fix="cast the module before sharding it, or use MixedPrecision",
-                )
-            )
+            raise refusals.cast_parameter(record)
         if not self.is_synchronising:
             self._intake.keep_local(record)
         else:
@@ -189,6 +177,9 @@ class GradientReducer:
         self._phase = Phase.OPEN
         self._next = 0
         self.drop_removed()
+        for record in self.records:
+            if record.is_assigned:
+                self._intake.adopt(record)
         for chunk in self.chunks:
             chunk.is_sent = False
             chunk.num_missing = 0
@@ -285,14 +276,7 @@ class GradientReducer:
     def _refuse_if_broken(self) -> None:
         """Raise when an earlier backward pass never ended."""
         if self._phase is Phase.OPEN and torch._C._current_graph_task_id() == OUTSIDE_BACKWARD:
-            raise ShardwiseError(
-                mismatch(
-                    "gradients",
-                    expected="those of finished backward passes",
-                    got="a backward pass that ended in an error",
-                    fix="call optimizer.zero_grad() and repeat the step",
-                )
-            )
+            raise refusals.unfinished_backward("gradients")
 
     @describing
     def _absorb_local(self) -> None:
@@ -331,13 +315,11 @@ class GradientReducer:
         if self._phase is Phase.IDLE:
             self._open()
         said = facts.read(verdict.mask, self.records, self.chunks)
-        if said.is_weighted:
+        is_mixed = said.is_weighted and said.is_unweighted
+        if said.is_weighted and not is_mixed:
             self.on_weighted()
-        for chunk in self.chunks:
-            chunk.was_read_in_backward = False
-            # all of it got gradients, and none of these depended on values
-            is_never_read = chunk not in said.read and said.used.issuperset(chunk.records)
-            chunk.is_needed_in_backward = not is_never_read
+        self._learn(said)
+        self._replace(said.replaced)
         # first what some rank has sent eagerly, in that order
         rest = [chunk for chunk in self.chunks if chunk not in self._order]
         for chunk in [*self._order, *rest]:
@@ -345,6 +327,8 @@ class GradientReducer:
             if is_wanted and not chunk.is_sent:
                 self._send(chunk)
         self._drain()
+        if is_mixed:  # not before: what some rank has sent must be received
+            raise refusals.mixed_weights()
         self._send_late(said.late)
         for record in said.used | said.late:
             record.is_held = True
@@ -354,6 +338,21 @@ class GradientReducer:
             for record in self.records:
                 record.is_expected = record in said.used
         self._close()
+
+    def _learn(self, said: facts.PassFacts) -> None:
+        """Note which values backward passes need."""
+        for chunk in self.chunks:
+            chunk.was_read_in_backward = False
+            # all of it got gradients, and none of these depended on values
+            is_never_read = chunk not in said.read and said.used.issuperset(chunk.records)
+            chunk.is_needed_in_backward = not is_never_read
+
+    def _replace(self, records: frozenset[ManagedParameter]) -> None:
+        """Drop what users of other ranks have assigned gradients over."""
+        for record in records:
+            if not record.is_replaced and not record.chunk.is_sent:
+                record.drop_gradient()
+                record.parameter.grad = None
 
     def _send_late(self, late: frozenset[ManagedParameter]) -> None:
         """Reduce the chunks of late gradients once more, with those alone."""
@@ -380,5 +379,5 @@ class GradientReducer:
         for chunk in self.chunks:
             chunk.is_sent = False
         for record in self.records:
-            record.has_arrived = False
+            record.has_arrived = record.is_replaced = False
         self.reduction.end_pass()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.errors import ShardwiseError, mismatch
+from shardwise.runtime import refusals
 from shardwise.runtime.gatherer import OUTSIDE_BACKWARD, Gatherer
 from shardwise.runtime.handles import SavedViews
 from shardwise.runtime.units import UnitCalls
@@ -38,6 +39,7 @@ class Residence:
             before: The residence of earlier chunks, whose hooks on modules are kept.
         """
         options = engine.options
+        self.whereabouts = engine.whereabouts
         self.gatherer = Gatherer(
             engine.chunks,
             engine.topology.shard,
@@ -69,7 +71,7 @@ class Residence:
     def bring(self, record: ManagedParameter, func: Callable[..., Any]) -> None:
         """Gather the chunk of an absent parameter, or refuse outside of forward and backward."""
         if not self.is_computing and not self.state.is_reading:
-            raise self.calls.refuse(record.name, func)
+            raise refusals.absent_values(record, func)
         self.gatherer.fetch(record.chunk)
 
     def read(self, record: ManagedParameter) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """What happens around a call of the sharded module itself: dtypes in and out, and stale state.
 
-Only the root is hooked; submodules run exactly as written.
+Only the root is hooked, but for loading; submodules run exactly as written.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigurationError, mismatch
 from shardwise.runtime.containers import cast_floating, map_tensors
 from shardwise.runtime.hooks import Hook
 
@@ -30,6 +29,8 @@ class RootHooks:
         module.register_forward_pre_hook(Hook(self.before_forward), with_kwargs=True)
         module.register_forward_hook(Hook(self.after_forward))
         module.register_load_state_dict_pre_hook(Hook(self.before_load))
+        for part in module.modules():
+            part.register_load_state_dict_pre_hook(Hook(_copy_always))
 
     def before_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -75,17 +76,23 @@ class RootHooks:
         local_metadata: dict[str, Any],
         *_: object,
     ) -> None:
-        """Refuse a load that would replace the parameter objects; let no update be in flight."""
-        if local_metadata.get("assign_to_params_buffers"):
-            raise ConfigurationError(
-                mismatch(
-                    "load_state_dict of a sharded module",
-                    expected="assign=False, which copies values into the chunks",
-                    got="assign=True",
-                    fix="drop assign=True, or load before sharding",
-                )
-            )
+        """Let no update be in flight."""
         self._engine.values.settle()
+
+
+def _copy_always(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    *_: object,
+) -> None:
+    """Copy values where ``assign=True`` would replace parameters: they belong to chunks.
+
+    Torch leaves its mark in the metadata of the user's state dict, where the next load of the same
+    dict, into whatever module, finds it again.
+    """
+    local_metadata.pop("assign_to_params_buffers", None)
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
-from shardwise.runtime.absent import copy_refusal
+from shardwise.errors import ConfigurationError, mismatch
 from shardwise.runtime.containers import map_tensors
 from shardwise.runtime.gatherer import OUTSIDE_BACKWARD
 from shardwise.runtime.hooks import Hook
@@ -256,21 +255,6 @@ class UnitCalls:
             parameters = (p for p in module._parameters.values() if p is not None)
         records = [record_of(parameter) for parameter in parameters]
         return dict.fromkeys(record.chunk for record in records if record is not None)
-
-    def refuse(self, name: str, func: Callable[..., Any]) -> ShardwiseError:
-        """Return the error for a read of an absent parameter while no unit runs."""
-        return ShardwiseError(
-            mismatch(
-                "copy.deepcopy or pickle"
-                if func is copy_refusal
-                else getattr(func, "__qualname__", None) or getattr(func, "__name__", str(func)),
-                expected="a parameter whose values are on this rank",
-                got="one of which every rank holds a slice",
-                where=name,
-                fix="read and write it inside shardwise.full_parameters(module), use it in the "
-                "module's forward, and wrap its optimizer in shardwise.ShardedOptimizer",
-            )
-        )
 
 
 class _Enter:

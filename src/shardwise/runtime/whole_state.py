@@ -54,6 +54,8 @@ class WholeState:
         if self._open and all(module is not child for child in self._open[-1].children()):
             self._open.clear()  # left by a call that raised
             self._copies.clear()
+        if not self._open:
+            self._residence.whereabouts.begin("state_dict() of the model")
         self._open.append(module)
 
     def _end(
@@ -74,3 +76,4 @@ class WholeState:
         if not self._open:
             self._copies.clear()
             self._residence.rest()
+            self._residence.whereabouts.end()

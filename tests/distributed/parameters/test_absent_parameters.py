@@ -21,7 +21,7 @@ def build() -> nn.Module:
 
 READS = {
     "sum": lambda p: p.sum(),
-    "float": lambda p: p.float(),
+    "cast": lambda p: p.double(),
     "detach": lambda p: p.detach(),
     "data": lambda p: p.data,
     "tolist": lambda p: p.tolist(),
@@ -47,6 +47,57 @@ def test_reads_outside_of_forward_are_refused_and_name_the_way() -> None:
             read(model[0].weight)
         assert "0.weight" in str(caught.value), name
         assert "full_parameters" in str(caught.value), name
+
+
+NAMES = {
+    "parameter.data": lambda p: p.data,
+    "parameter.half": lambda p: p.half(),
+    "parameter.norm": lambda p: p.norm(),
+    "parameter.T": lambda p: p.T,
+    "parameter.zero_": lambda p: p.zero_(),
+    "torch.isnan": torch.isnan,
+    "torch._foreach_norm": lambda p: torch._foreach_norm([p]),
+    "torch.linalg.norm": torch.linalg.norm,
+    "torch.nn.functional.linear": lambda p: torch.nn.functional.linear(torch.ones(1, 5), p),
+    "torch.nn.init.normal_": torch.nn.init.normal_,
+    "copy.deepcopy or pickle": copy.deepcopy,
+}
+
+
+@pytest.mark.world_size(2)
+def test_refusals_name_what_was_typed() -> None:
+    model = sw.shard(build())
+    for name, read in NAMES.items():
+        with torch.no_grad(), pytest.raises(sw.ShardwiseError) as caught:
+            read(model[0].weight)
+        message = str(caught.value)
+        assert message.startswith(f"{name} expected a parameter"), message
+        assert ("writeback=True" in message) == name.endswith("_"), message
+
+
+MOVES = {
+    "to a device": lambda m: m.to("cpu"),
+    "to a dtype": lambda m: m.to(torch.float32),
+    "to both": lambda m: m.to(device="cpu", dtype=torch.float32, non_blocking=True),
+    "float": lambda m: m.float(),
+    "cpu": lambda m: m.cpu(),
+}
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("has_gradients", [False, True])
+def test_moves_to_where_a_module_is_already_change_nothing(has_gradients: bool) -> None:
+    model = sw.shard(build())
+    if has_gradients:
+        model[0](torch.ones(1, 5)).sum().backward()
+    before = list(model.parameters())
+    for move in MOVES.values():
+        assert move(model) is model
+        assert all(a is b for a, b in zip(model.parameters(), before, strict=True))
+    with sw.full_parameters(model):
+        assert_bit_equal(dict(model.named_parameters()), dict(build().named_parameters()))
+    if has_gradients:
+        assert sw.full_gradient(model[0].bias).tolist() == [1.0] * 7
 
 
 @pytest.mark.world_size(2)

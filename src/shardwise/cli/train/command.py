@@ -30,7 +30,7 @@ from shardwise.cli.train.metrics import METRICS_NAME, MetricsFile
 from shardwise.cli.train.parity import ParityResult, compare, comparisons
 from shardwise.cli.train.peak import peak_bytes, reset_peak
 from shardwise.cli.train.progress import TrainingProgress
-from shardwise.cli.train.ranks import Ranks
+from shardwise.cli.train.ranks import Ranks, check_device
 from shardwise.cli.train.sample import Sample, write_sample
 from shardwise.cli.train.settings import to_toml
 from shardwise.cli.train.table import CATEGORIES, ELSEWHERE, MemoryRow, memory_rows, memory_table
@@ -92,6 +92,7 @@ def _prepare(config: TrainConfig, stop: StopRequest) -> Run:
     """Settle what is left open, read the text, make the folder; no communication."""
     ranks = Ranks.from_environment()
     ranks.share_processor()
+    check_device(config.shard.device)
     corpus = load_text(config)
     folder = _make_folder(config.run.out)
     device = ranks.device(config.shard.device)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from shardwise.errors import ConfigurationError, mismatch
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -78,6 +80,22 @@ class Ranks:
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
+
+
+def check_device(choice: str) -> None:
+    """Refuse an accelerator that this machine does not have."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if choice in ("auto", "cpu") or (found is not None and found.type == choice):
+        return
+    raise ConfigurationError(
+        mismatch(
+            "--device",
+            expected="a device of this machine, auto or cpu",
+            got=choice,
+            where="no accelerator found" if found is None else f"there is {found.type}",
+            fix="drop it, or install a torch build that knows the device",
+        )
+    )
 
 
 def num_cores() -> int:

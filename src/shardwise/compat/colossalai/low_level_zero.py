@@ -15,7 +15,7 @@ import torch
 from shardwise.compat.colossalai.settings import Arguments, make_set_up, rounded, working_dtype
 from shardwise.compat.colossalai.wrapper import ShardedWrapper
 from shardwise.errors import ConfigurationError, mismatch
-from shardwise.optimizer.gradients import check_clip
+from shardwise.optimizer.arguments import check_clip
 from shardwise.optimizer.setup import set_up
 from shardwise.optimizer.sharded import ShardedOptimizer
 from shardwise.runtime.managed import record_of

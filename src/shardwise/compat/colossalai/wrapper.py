@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Never
 import torch
 
 from shardwise.errors import ShardwiseError, mismatch
-from shardwise.optimizer.gradients import check_clip
+from shardwise.optimizer.arguments import check_clip
 from shardwise.shard import full_gradient
 
 if TYPE_CHECKING:

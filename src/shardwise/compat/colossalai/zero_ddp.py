@@ -24,7 +24,7 @@ from shardwise.compat.colossalai.whole_model import (
     whole_state,
 )
 from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
-from shardwise.optimizer.gradients import check_loss
+from shardwise.optimizer.arguments import check_loss
 from shardwise.options import LossScale, MixedPrecision
 from shardwise.runtime.materialise import device_for
 from shardwise.runtime.topology import PARAMETER_STAGE
