@@ -12,7 +12,14 @@ The loop, the numbers and the checkpoints stay those of plain PyTorch::
 
 from __future__ import annotations
 
-from shardwise.errors import ConfigurationError, DivergenceError, LayoutError, ShardwiseError
+from shardwise.checkpoint import latest, load, save
+from shardwise.errors import (
+    CheckpointError,
+    ConfigurationError,
+    DivergenceError,
+    LayoutError,
+    ShardwiseError,
+)
 from shardwise.optimizer import ShardedOptimizer
 from shardwise.options import LossScale, MixedPrecision
 from shardwise.shard import full_gradient, full_parameters, no_sync, shard
@@ -20,6 +27,7 @@ from shardwise.shard import full_gradient, full_parameters, no_sync, shard
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "ConfigurationError",
     "DivergenceError",
     "LayoutError",
@@ -29,6 +37,9 @@ __all__ = [
     "ShardwiseError",
     "full_gradient",
     "full_parameters",
+    "latest",
+    "load",
     "no_sync",
+    "save",
     "shard",
 ]

@@ -5,6 +5,7 @@
     ShardwiseError (RuntimeError)          misuse: the state is as it was before the call
       ConfigurationError (ValueError)      an argument, or a combination of them, that cannot work
       LayoutError (ValueError)             sizes that cannot be packed into chunks and slices
+      CheckpointError                      a checkpoint that cannot be written, read or trusted
       DivergenceError                      ranks that went different ways and no longer meet
 
 A message reads ``<what> expected <X> but got <Y> (<where>); <what to do next>.``
@@ -23,6 +24,10 @@ class ConfigurationError(ShardwiseError, ValueError):
 
 class LayoutError(ShardwiseError, ValueError):
     """Sizes that cannot be packed into chunks and slices."""
+
+
+class CheckpointError(ShardwiseError):
+    """A checkpoint that cannot be written, that is damaged, or that does not fit the model."""
 
 
 class DivergenceError(ShardwiseError):

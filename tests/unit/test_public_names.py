@@ -5,6 +5,7 @@ from __future__ import annotations
 import shardwise
 
 PUBLIC_NAMES = [
+    "CheckpointError",
     "ConfigurationError",
     "DivergenceError",
     "LayoutError",
@@ -14,7 +15,10 @@ PUBLIC_NAMES = [
     "ShardwiseError",
     "full_gradient",
     "full_parameters",
+    "latest",
+    "load",
     "no_sync",
+    "save",
     "shard",
 ]
 

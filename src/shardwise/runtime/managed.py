@@ -52,6 +52,8 @@ class ManagedParameter:
         """The norm counts it on this rank: False for copies of what another rank counts."""
         self.is_zero = False
         """The held gradient was zeroed, not removed: no loss scale or weight is part of it."""
+        self.is_spent = False
+        """The held gradient was part of an update."""
         self.has_arrived = False
         """A gradient of the backward pass that is open was written to the chunk's buffer."""
         self.is_expected = True

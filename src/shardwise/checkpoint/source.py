@@ -1,0 +1,155 @@
+"""A checkpoint that is being loaded: verified once by all ranks together, then read in order."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from shardwise.checkpoint.data_file import DataReader
+from shardwise.checkpoint.index import Place, read_index
+from shardwise.checkpoint.manifest import MANIFEST, check_file, read_manifest
+from shardwise.checkpoint.state import FACTS
+from shardwise.errors import CheckpointError, mismatch
+
+if TYPE_CHECKING:
+    import logging
+    from collections.abc import Iterable
+    from pathlib import Path
+
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from shardwise.checkpoint.entries import Part
+    from shardwise.checkpoint.ranks import Ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Read:
+    """Copy a part of a stored box into a part of memory."""
+
+    name: str
+    place: Place
+    size: tuple[int, ...]
+    """Of the stored box."""
+    source: tuple[slice, ...]
+    target: torch.Tensor
+
+
+class Source:
+    """The files of one checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        """Read the index."""
+        self.folder = folder
+        self.index = read_index(folder)
+        self._open_file: tuple[str, DataReader] | None = None
+
+    def verify(self, ranks: Ranks, logger: logging.Logger) -> None:
+        """Compare this rank's share of the files with the manifest.
+
+        Raises:
+            CheckpointError: A file differs, or is not listed.
+        """
+        if not (self.folder / MANIFEST).exists() and FACTS not in self.index.names:
+            if ranks.is_first:
+                logger.warning("%s has no %s: it is loaded unverified", self.folder, MANIFEST)
+            return
+        files = read_manifest(self.folder).files
+        for name in self.index.files - files.keys():
+            raise CheckpointError(
+                mismatch(
+                    f"checkpoint file {self.folder / name}",
+                    expected=f"an entry in {MANIFEST}",
+                    got="none",
+                    fix="load another checkpoint: this one was changed",
+                )
+            )
+        by_size = sorted(files, key=lambda name: (-files[name].length_bytes, name))
+        for name in by_size[ranks.rank :: ranks.size]:
+            check_file(self.folder / name, files[name])
+
+    def close(self) -> None:
+        """Close the file that was read last."""
+        if self._open_file is not None:
+            self._open_file[1].close()
+            self._open_file = None
+
+    def object(self, name: str) -> Any:  # noqa: ANN401 - whatever was saved
+        """Return an object; runs no code from the file."""
+        place = self.index.place(name)
+        return self._open(place).read_object(name, place.start_byte, place.length_bytes)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """Return a whole tensor, on the CPU."""
+        known = self.index.tensors[name]
+        out = torch.empty(known.size, dtype=known.properties.dtype)
+        self.fill([(name, (0,) * out.ndim, out)])
+        return out
+
+    def value(self, name: str) -> Any:  # noqa: ANN401 - whatever was saved
+        """Return an object or a whole tensor."""
+        return self.tensor(name) if name in self.index.tensors else self.object(name)
+
+    def fill(self, targets: Iterable[tuple[str, tuple[int, ...], torch.Tensor]]) -> None:
+        """Read boxes - (stored name, first index, memory) - in the order they have in files.
+
+        Memory: one stored box.
+        """
+        wanted: dict[str, list[tuple[tuple[int, ...], torch.Tensor]]] = defaultdict(list)
+        for name, offset, memory in targets:
+            if memory.numel():
+                wanted[name].append((offset, memory))
+        reads = [read for name, boxes in wanted.items() for read in self._plan(name, boxes)]
+        reads.sort(key=lambda read: (read.place.file, read.place.start_byte))
+        place, stored = None, torch.empty(0)
+        for read in reads:
+            if read.place != place:
+                place = read.place
+                stored = self._open(place).read_tensor(
+                    read.name, place.start_byte, place.length_bytes, read.size
+                )
+            read.target.copy_(stored[read.source])
+
+    def fill_parts(self, parts: Iterable[tuple[str, Part]]) -> None:
+        """Read parts under the names that they have in the checkpoint."""
+        self.fill((name, part.offset, part.tensor) for name, part in parts)
+
+    def _plan(
+        self, name: str, boxes: list[tuple[tuple[int, ...], torch.Tensor]]
+    ) -> Iterable[_Read]:
+        """Yield what has to be read to fill some boxes of a tensor."""
+        known: TensorStorageMetadata = self.index.tensors[name]
+        local = [
+            ChunkStorageMetadata(offsets=torch.Size(offset), sizes=memory.shape)
+            for offset, memory in boxes
+        ]
+        for item in create_read_items_for_chunk_list(name, known, local):
+            number, stored = item.dest_index.index, item.storage_index
+            assert number is not None
+            assert stored.index is not None
+            assert stored.offset is not None
+            target = boxes[number][1]
+            yield _Read(
+                name=name,
+                place=self.index.place(name, stored.offset),
+                size=tuple(known.chunks[stored.index].sizes),
+                source=_slices(item.storage_offsets, item.lengths),
+                target=target[_slices(item.dest_offsets, item.lengths)],
+            )
+
+    def _open(self, place: Place) -> DataReader:
+        """Return the open file of a place; one is open at a time."""
+        if self._open_file is None or self._open_file[0] != place.file:
+            self.close()
+            self._open_file = place.file, DataReader(self.folder / place.file)
+        return self._open_file[1]
+
+
+def _slices(offsets: Iterable[int], lengths: Iterable[int]) -> tuple[slice, ...]:
+    """Return the slices of one rectangle."""
+    pairs = zip(offsets, lengths, strict=True)
+    return tuple(slice(offset, offset + length) for offset, length in pairs)
