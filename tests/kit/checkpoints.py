@@ -5,6 +5,7 @@ A mesh of the first N ranks of four stands for a job of N ranks; ranks outside o
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
-from tests.kit.sharded import updated_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +30,8 @@ class Everything(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(13, 6)
-        self.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
+        self.conv = nn.Conv2d(2, 3, 2)
+        self.conv.weight.data = self.conv.weight.data.contiguous(memory_format=torch.channels_last)
         self.norm = nn.BatchNorm2d(3)
         self.frozen = nn.Linear(6, 5)
         self.frozen.requires_grad_(False)
@@ -114,10 +115,21 @@ def train(model: nn.Module, optimizer: Any, num_steps: int) -> list[float]:
     return losses
 
 
+def exact_values(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
+    """Return every parameter whole, as its master where it has one."""
+    is_module = model.__dict__.get("_shardwise") is not None
+    with sw.full_parameters(model) if is_module else nullcontext():
+        values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    members = [names[member.parameter] for member in optimizer._binding.members()]
+    masters = optimizer.state_dict().get("shardwise", {}).get("masters", {})
+    return values | {members[index]: master for index, master in masters.items()}
+
+
 def whole_state(model: nn.Module, optimizer: Any) -> dict[str, Any]:
     """Return copies of everything that a checkpoint must bring back, whole."""
     return {
-        "parameters": updated_values(model, optimizer),
+        "parameters": exact_values(model, optimizer),
         "buffers": {name: buffer.clone() for name, buffer in model.named_buffers()},
         "optimizer": optimizer.state_dict(),
     }
