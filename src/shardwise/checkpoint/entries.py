@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from shardwise.runtime.managed import ManagedParameter
 
 
+_ZIP = b"PK\x03\x04"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Part:
     """A box of a tensor on this rank."""
@@ -130,8 +133,10 @@ def decode(name: str, data: bytes) -> Any:  # noqa: ANN401 - whatever was saved
         CheckpointError: The bytes are no such object.
     """
     try:
+        if not data.startswith(_ZIP):
+            raise pickle.UnpicklingError("something that torch.save does not write")
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except Exception as error:  # damaged data may fail in any way
         raise CheckpointError(
             mismatch(
                 f"{name!r}",

@@ -66,7 +66,11 @@ class Writing:
         disk.make_parents(target.parent)
         sweep(target.parent)
         self.draft, self._lock = _lock_new(target)
-        disk.make_folder(self.draft.folder)
+        try:
+            disk.make_folder(self.draft.folder)
+        except OSError:
+            self.close()
+            raise
 
     def publish(self) -> None:
         """Make the draft the checkpoint, at once, in place of one that is there."""

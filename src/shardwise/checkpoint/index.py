@@ -122,7 +122,7 @@ def read_index(folder: Path) -> Index:
             _check_cover(name, entry)
     except FileNotFoundError as error:
         raise _bad(path, "no such file") from error
-    except (pickle.UnpicklingError, AttributeError, TypeError, ValueError, EOFError) as error:
+    except Exception as error:  # a damaged pickle may ask for anything, and fail in any way
         raise _bad(path, str(error) or "a damaged one") from error
     return index
 

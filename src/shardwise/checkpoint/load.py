@@ -5,7 +5,6 @@ Order: verify, compare names and shapes, agree - only then write, and send updat
 
 from __future__ import annotations
 
-import logging
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from shardwise.checkpoint.optimizer_load import apply_optimizer
 from shardwise.checkpoint.optimizer_plan import OptimizerPlan, plan_optimizer
 from shardwise.checkpoint.plan import ModelPlan, Problems, plan_model
 from shardwise.checkpoint.random_state import set_random_state
-from shardwise.checkpoint.source import Source
+from shardwise.checkpoint.source import Source, verify
 from shardwise.checkpoint.state import EXTRA, FACTS, TrainingState
 from shardwise.errors import CheckpointError, mismatch
 
@@ -27,8 +26,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardwise.checkpoint.entries import Part
-
-logger = logging.getLogger(__name__)
 
 
 @torch.no_grad()
@@ -66,10 +63,10 @@ def load(
     ranks = state.ranks
     with ranks.agreed():
         state.rest("load")
+        verify(Path(path), ranks)
+    with ranks.agreed():
         source = Source(Path(path))
     with closing(source):
-        with ranks.agreed():
-            source.verify(ranks, logger)
         with ranks.agreed():
             facts = source.object(FACTS) if FACTS in source.index.names else {}
             extra = source.object(EXTRA) if EXTRA in source.index.names else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,13 +12,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from shardwise.checkpoint.data_file import DataReader
-from shardwise.checkpoint.index import Place, read_index
+from shardwise.checkpoint.index import INDEX, Place, read_index
 from shardwise.checkpoint.manifest import MANIFEST, check_file, read_manifest
 from shardwise.checkpoint.state import FACTS
 from shardwise.errors import CheckpointError, mismatch
 
 if TYPE_CHECKING:
-    import logging
     from collections.abc import Iterable
     from pathlib import Path
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from shardwise.checkpoint.entries import Part
     from shardwise.checkpoint.ranks import Ranks
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,38 +41,47 @@ class _Read:
     target: torch.Tensor
 
 
+def verify(folder: Path, ranks: Ranks) -> None:
+    """Compare this rank's share of the files of a checkpoint with its manifest.
+
+    Raises:
+        CheckpointError: A file differs.
+    """
+    if not (folder / MANIFEST).exists() and (folder / INDEX).exists():
+        if ranks.is_first:
+            logger.warning("%s has no %s: it is loaded unverified", folder, MANIFEST)
+        return
+    files = read_manifest(folder).files
+    by_size = sorted(files, key=lambda name: (-files[name].length_bytes, name))
+    for name in by_size[ranks.rank :: ranks.size]:
+        check_file(folder / name, files[name])
+
+
 class Source:
     """The files of one checkpoint."""
 
     def __init__(self, folder: Path) -> None:
-        """Read the index."""
+        """Read the index of verified files.
+
+        Raises:
+            CheckpointError: The index is damaged, or speaks of files that were not verified.
+        """
         self.folder = folder
         self.index = read_index(folder)
         self._open_file: tuple[str, DataReader] | None = None
-
-    def verify(self, ranks: Ranks, logger: logging.Logger) -> None:
-        """Compare this rank's share of the files with the manifest.
-
-        Raises:
-            CheckpointError: A file differs, or is not listed.
-        """
-        if not (self.folder / MANIFEST).exists() and FACTS not in self.index.names:
-            if ranks.is_first:
-                logger.warning("%s has no %s: it is loaded unverified", self.folder, MANIFEST)
+        if not (folder / MANIFEST).exists():
+            if FACTS in self.index.names:
+                read_manifest(folder)  # says that it is lost: shardwise always writes one
             return
-        files = read_manifest(self.folder).files
-        for name in self.index.files - files.keys():
+        for name in self.index.files - read_manifest(folder).files.keys():
             raise CheckpointError(
                 mismatch(
-                    f"checkpoint file {self.folder / name}",
+                    f"checkpoint file {folder / name}",
                     expected=f"an entry in {MANIFEST}",
                     got="none",
                     fix="load another checkpoint: this one was changed",
                 )
             )
-        by_size = sorted(files, key=lambda name: (-files[name].length_bytes, name))
-        for name in by_size[ranks.rank :: ranks.size]:
-            check_file(self.folder / name, files[name])
 
     def close(self) -> None:
         """Close the file that was read last."""

@@ -129,7 +129,7 @@ def test_what_belongs_to_another_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(sw.CheckpointError, match="parameters of the model"):
         sw.save(tmp_path / "checkpoint", other, optimizer)
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(sw.CheckpointError, match="wrap it in shardwise.ShardedOptimizer"):
+    with pytest.raises(sw.CheckpointError, match="wrap it in"):
         sw.save(tmp_path / "checkpoint", model, plain)
     assert not (tmp_path / "checkpoint").exists()
 
@@ -137,6 +137,6 @@ def test_what_belongs_to_another_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.world_size(2, timeout_s=20)
 def test_what_only_unpickling_could_read_back_is_not_saved(tmp_path: Path) -> None:
     model, optimizer = _start(Job(stage=2), 1)
-    with pytest.raises(sw.CheckpointError, match="'shardwise.extra'"):
+    with pytest.raises(sw.CheckpointError, match=r"'shardwise\.extra'"):
         sw.save(tmp_path / "checkpoint", model, optimizer, extra={"job": Job()})
     assert list(tmp_path.iterdir()) == []
