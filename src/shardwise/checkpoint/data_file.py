@@ -6,8 +6,9 @@ Legend: a *place* is the file, the first byte and the number of bytes of one of 
 from __future__ import annotations
 
 import hashlib
-import io
+import math
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,10 +17,11 @@ import torch
 from shardwise.checkpoint import disk
 from shardwise.checkpoint.entries import Thing, decode
 from shardwise.checkpoint.manifest import FileSum
+from shardwise.checkpoint.payload import find_payload
 from shardwise.errors import CheckpointError, mismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     from shardwise.checkpoint.entries import Entry
@@ -50,27 +52,46 @@ class FileReport:
     entries: list[Written]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredBox:
+    """One box in a file."""
+
+    name: str
+    start_byte: int
+    length_bytes: int
+    size: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Target:
+    """Where a part of a stored box goes."""
+
+    source: tuple[slice, ...]
+    memory: torch.Tensor
+
+
 class _Stream:
-    """A file that hashes what is written to it, and puts small writes together."""
+    """A file that puts small writes together and hashes them beside the writing."""
 
     def __init__(self, descriptor: int) -> None:
         """Write to an open file."""
         self._descriptor = descriptor
         self._digest = hashlib.sha256()
+        self._hasher = ThreadPoolExecutor(max_workers=1)
         self._waiting = bytearray()
         self.length_bytes = 0
 
     def write(self, data: bytes | memoryview) -> int:
-        """Take some bytes."""
+        """Take some bytes; the caller may reuse its memory afterwards."""
         view = memoryview(data).cast("B")
-        self._digest.update(view)
         self.length_bytes += len(view)
         if len(view) < _BUFFER_BYTES:
             self._waiting += view
         if len(self._waiting) >= _BUFFER_BYTES or len(view) >= _BUFFER_BYTES:
             self._empty()
         if len(view) >= _BUFFER_BYTES:
-            disk.write(self._descriptor, view)
+            self._put(view)
         return len(view)
 
     def flush(self) -> None:
@@ -82,11 +103,24 @@ class _Stream:
         disk.flush(self._descriptor)
         return FileSum(length_bytes=self.length_bytes, sha256=self._digest.hexdigest())
 
+    def release(self) -> None:
+        """Close the file, written or not."""
+        self._hasher.shutdown()
+        os.close(self._descriptor)
+
     def _empty(self) -> None:
         """Write what has been put together."""
         if self._waiting:
-            disk.write(self._descriptor, bytes(self._waiting))
+            self._put(memoryview(bytes(self._waiting)))
             self._waiting.clear()
+
+    def _put(self, view: memoryview) -> None:
+        """Write and hash some bytes; both let other threads run."""
+        hashing = self._hasher.submit(self._digest.update, view)
+        try:
+            disk.write(self._descriptor, view)
+        finally:
+            hashing.result()
 
 
 def write_file(path: Path, entries: Iterable[Entry]) -> FileReport:
@@ -94,9 +128,8 @@ def write_file(path: Path, entries: Iterable[Entry]) -> FileReport:
 
     Memory: a contiguous copy on the CPU of one box.
     """
-    descriptor = disk.create(path)
+    stream = _Stream(disk.create(path))
     try:
-        stream = _Stream(descriptor)
         written: list[Written] = []
         for entry in entries:
             start_byte = stream.length_bytes
@@ -122,73 +155,105 @@ def write_file(path: Path, entries: Iterable[Entry]) -> FileReport:
             )
         return FileReport(name=path.name, sum=stream.close(), entries=written)
     finally:
-        os.close(descriptor)
+        stream.release()
 
 
 def write_bytes(path: Path, data: bytes) -> FileSum:
     """Write a whole new file."""
-    descriptor = disk.create(path)
+    stream = _Stream(disk.create(path))
     try:
-        stream = _Stream(descriptor)
         stream.write(data)
         return stream.close()
     finally:
-        os.close(descriptor)
+        stream.release()
 
 
 class DataReader:
     """An open file of tensors and objects."""
 
-    def __init__(self, path: Path) -> None:
-        """Open it."""
+    def __init__(self, path: Path, *, is_plain: bool) -> None:
+        """Open it.
+
+        Args:
+            path: The file.
+            is_plain: Its tensors are known to be contiguous: ``write_file`` has written them.
+        """
         self._path = path
-        self._file = path.open("rb", buffering=0)
+        self._is_plain = is_plain
+        self._descriptor = os.open(path, os.O_RDONLY)
 
     def close(self) -> None:
         """Close it."""
-        self._file.close()
+        os.close(self._descriptor)
 
     def read_object(self, name: str, start_byte: int, length_bytes: int) -> object:
         """Return an object or a tensor; runs no code from the file."""
-        return decode(name, self._read(start_byte, length_bytes))
+        data = bytearray(length_bytes)
+        self._read(memoryview(data), start_byte)
+        return decode(name, data)
 
-    def read_tensor(
-        self, name: str, start_byte: int, length_bytes: int, size: tuple[int, ...]
-    ) -> torch.Tensor:
-        """Return a tensor of a known size."""
-        tensor = self.read_object(name, start_byte, length_bytes)
-        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != size:
+    def read_tensor(self, box: StoredBox, targets: Sequence[Target]) -> None:
+        """Copy parts of one stored box into memory, at once where they are the whole of it."""
+        payload = None
+        if self._is_plain:
+            payload = find_payload(self._descriptor, box.start_byte, box.length_bytes)
+        if payload is None or payload[1] != math.prod(box.size) * box.dtype.itemsize:
+            stored = self._load(box)
+        else:
+            (only, *others) = targets
+            if not others and _takes(only.memory, box):
+                self._read(_bytes_of(only.memory), payload[0])
+                return
+            stored = torch.empty(box.size, dtype=box.dtype)
+            self._read(_bytes_of(stored), payload[0])
+        for target in targets:
+            target.memory.copy_(stored[target.source])
+
+    def _load(self, box: StoredBox) -> torch.Tensor:
+        """Return a stored box by torch.load."""
+        tensor = self.read_object(box.name, box.start_byte, box.length_bytes)
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != box.size:
             got = tuple(tensor.shape) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
             raise CheckpointError(
                 mismatch(
-                    f"{name!r} in {self._path}",
-                    expected=f"a tensor of shape {size}",
+                    f"{box.name!r} in {self._path}",
+                    expected=f"a tensor of shape {box.size}",
                     got=got,
                     fix="load another checkpoint: this one contradicts itself",
                 )
             )
         return tensor
 
-    def _read(self, start_byte: int, length_bytes: int) -> bytes:
-        """Return some bytes of the file."""
-        data = io.BytesIO()
-        self._file.seek(start_byte)
-        while data.tell() < length_bytes and (block := self._file.read(length_bytes - data.tell())):
-            data.write(block)
-        if data.tell() != length_bytes:
-            raise CheckpointError(
-                mismatch(
-                    str(self._path),
-                    expected=f"at least {start_byte + length_bytes} bytes",
-                    got="fewer",
-                    fix="load another checkpoint: this one was cut off",
+    def _read(self, out: memoryview, start_byte: int) -> None:
+        """Fill memory from the file."""
+        while len(out):
+            num_bytes = os.preadv(self._descriptor, [out], start_byte)
+            if num_bytes == 0:
+                raise CheckpointError(
+                    mismatch(
+                        str(self._path),
+                        expected=f"at least {start_byte + len(out)} bytes",
+                        got="fewer",
+                        fix="load another checkpoint: this one was cut off",
+                    )
                 )
-            )
-        return data.getvalue()
+            out, start_byte = out[num_bytes:], start_byte + num_bytes
+
+
+def _takes(memory: torch.Tensor, box: StoredBox) -> bool:
+    """Return whether a stored box can be read into memory as it is."""
+    is_same = tuple(memory.shape) == box.size and memory.dtype == box.dtype
+    return is_same and memory.device.type == "cpu" and memory.is_contiguous()
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU."""
+    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor on the CPU whose memory holds nothing else."""
-    value = tensor.detach().to("cpu", memory_format=torch.contiguous_format)
-    is_apart = value.untyped_storage().nbytes() == value.numel() * value.element_size()
-    return value.contiguous() if is_apart else value.contiguous().clone()
+    """Return a tensor on the CPU whose storage holds nothing else, without a copy if it can be."""
+    value = tensor.detach().to("cpu").contiguous()
+    if value.numel() == 0 or value.untyped_storage().nbytes() == value.nbytes:
+        return value.clone() if value.numel() == 0 else value
+    return torch.frombuffer(_bytes_of(value), dtype=value.dtype).view(value.shape)

@@ -126,7 +126,7 @@ def encode(name: str, value: object) -> bytes:
     return data
 
 
-def decode(name: str, data: bytes) -> Any:  # noqa: ANN401 - whatever was saved
+def decode(name: str, data: bytes | bytearray) -> Any:  # noqa: ANN401 - whatever was saved
     """Return the object behind some bytes; runs no code from them.
 
     Raises:

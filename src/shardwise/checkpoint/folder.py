@@ -189,7 +189,7 @@ def _find(directory: Path) -> list[tuple[Path, Manifest]]:
         match = _LEFTOVER.fullmatch(folder.name)
         if match is not None and (match["kind"] != "old" or _is_named(folder, match["name"])):
             continue
-        if not (folder / MANIFEST).exists() and not (folder / INDEX).exists():
+        if not (folder / MANIFEST).exists():
             continue
         try:
             manifest = read_manifest(folder)

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from shardwise.checkpoint.data_file import DataReader
+from shardwise.checkpoint.data_file import DataReader, StoredBox, Target
 from shardwise.checkpoint.index import INDEX, Place, read_index
 from shardwise.checkpoint.manifest import MANIFEST, check_file, read_manifest
 from shardwise.checkpoint.state import FACTS
@@ -33,12 +33,9 @@ logger = logging.getLogger(__name__)
 class _Read:
     """Copy a part of a stored box into a part of memory."""
 
-    name: str
     place: Place
-    size: tuple[int, ...]
-    """Of the stored box."""
-    source: tuple[slice, ...]
-    target: torch.Tensor
+    stored: StoredBox
+    target: Target
 
 
 def verify(folder: Path, ranks: Ranks) -> None:
@@ -68,9 +65,10 @@ class Source:
         """
         self.folder = folder
         self.index = read_index(folder)
+        self._is_ours = FACTS in self.index.names
         self._open_file: tuple[str, DataReader] | None = None
         if not (folder / MANIFEST).exists():
-            if FACTS in self.index.names:
+            if self._is_ours:
                 read_manifest(folder)  # says that it is lost: shardwise always writes one
             return
         for name in self.index.files - read_manifest(folder).files.keys():
@@ -114,16 +112,13 @@ class Source:
         for name, offset, memory in targets:
             if memory.numel():
                 wanted[name].append((offset, memory))
-        reads = [read for name, boxes in wanted.items() for read in self._plan(name, boxes)]
-        reads.sort(key=lambda read: (read.place.file, read.place.start_byte))
-        place, stored = None, torch.empty(0)
-        for read in reads:
-            if read.place != place:
-                place = read.place
-                stored = self._open(place).read_tensor(
-                    read.name, place.start_byte, place.length_bytes, read.size
-                )
-            read.target.copy_(stored[read.source])
+        by_box: dict[Place, list[_Read]] = defaultdict(list)
+        for name, boxes in wanted.items():
+            for read in self._plan(name, boxes):
+                by_box[read.place].append(read)
+        for place in sorted(by_box, key=lambda place: (place.file, place.start_byte)):
+            reads = by_box[place]
+            self._open(place).read_tensor(reads[0].stored, [read.target for read in reads])
 
     def fill_parts(self, parts: Iterable[tuple[str, Part]]) -> None:
         """Read parts under the names that they have in the checkpoint."""
@@ -143,20 +138,26 @@ class Source:
             assert number is not None
             assert stored.index is not None
             assert stored.offset is not None
-            target = boxes[number][1]
-            yield _Read(
+            place = self.index.place(name, stored.offset)
+            box = StoredBox(
                 name=name,
-                place=self.index.place(name, stored.offset),
+                start_byte=place.start_byte,
+                length_bytes=place.length_bytes,
                 size=tuple(known.chunks[stored.index].sizes),
-                source=_slices(item.storage_offsets, item.lengths),
-                target=target[_slices(item.dest_offsets, item.lengths)],
+                dtype=known.properties.dtype,
             )
+            memory = boxes[number][1][_slices(item.dest_offsets, item.lengths)]
+            target = Target(source=_slices(item.storage_offsets, item.lengths), memory=memory)
+            yield _Read(place=place, stored=box, target=target)
 
     def _open(self, place: Place) -> DataReader:
         """Return the open file of a place; one is open at a time."""
         if self._open_file is None or self._open_file[0] != place.file:
             self.close()
-            self._open_file = place.file, DataReader(self.folder / place.file)
+            self._open_file = (
+                place.file,
+                DataReader(self.folder / place.file, is_plain=self._is_ours),
+            )
         return self._open_file[1]
 
 
