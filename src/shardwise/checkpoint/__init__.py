@@ -6,8 +6,9 @@
 with a model.
 """
 
+from shardwise.checkpoint.background import PendingSave
 from shardwise.checkpoint.folder import latest
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.save import save
 
-__all__ = ["latest", "load", "save"]
+__all__ = ["PendingSave", "latest", "load", "save"]

@@ -65,6 +65,7 @@ class Writing:
         _refuse_other_things(target)
         disk.make_parents(target.parent)
         sweep(target.parent)
+        self._lock: int | None
         self.draft, self._lock = _lock_new(target)
         try:
             disk.make_folder(self.draft.folder)
@@ -87,10 +88,15 @@ class Writing:
         disk.flush_folder(target.parent)
 
     def close(self) -> None:
-        """Remove what is left of the draft, or was replaced by it, and the lock."""
-        disk.remove_folder(self.draft.folder)
-        disk.remove_file(self.draft.beside("lock"))
-        os.close(self._lock)
+        """Remove what is left of the draft, or was replaced by it, and the lock; once will do."""
+        if self._lock is None:
+            return
+        lock, self._lock = self._lock, None
+        try:
+            disk.remove_folder(self.draft.folder)
+            disk.remove_file(self.draft.beside("lock"))
+        finally:
+            os.close(lock)
 
 
 def latest(directory: str | os.PathLike[str]) -> Path | None:

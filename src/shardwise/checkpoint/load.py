@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.checkpoint.background import settle_all
 from shardwise.checkpoint.entries import whole
 from shardwise.checkpoint.optimizer_load import apply_optimizer
 from shardwise.checkpoint.optimizer_plan import OptimizerPlan, plan_optimizer
@@ -61,6 +62,7 @@ def load(
     """
     state = TrainingState(model, optimizer)
     ranks = state.ranks
+    settle_all(state.engines, ranks)
     with ranks.agreed():
         state.rest("load")
         verify(Path(path), ranks)

@@ -7,6 +7,7 @@ parallel over), so what must reach all of them travels axis by axis, on the grou
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
@@ -49,6 +50,17 @@ class Ranks:
         return cls(
             [Axis(group=world, control=world, rank=dist.get_rank(), size=dist.get_world_size())]
         )
+
+    def apart(self) -> Ranks:
+        """Return the same ranks on groups that nothing else uses. Collectives: one per axis."""
+        axes: list[Axis] = []
+        for axis in self._axes:
+            assert axis.group is not None
+            members = dist.get_process_group_ranks(axis.group)
+            beside = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+            assert isinstance(beside, dist.ProcessGroup)  # this rank is among them
+            axes.append(replace(axis, control=beside))
+        return Ranks(axes)
 
     @property
     def is_first(self) -> bool:

@@ -7,11 +7,13 @@ agree. Until the rename nothing that was there before is touched.
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from shardwise.checkpoint.background import Background, PendingSave, settle_all, stage
 from shardwise.checkpoint.data_file import FileReport, write_bytes, write_file
 from shardwise.checkpoint.folder import Draft, Writing, next_time_ns, retain
 from shardwise.checkpoint.index import INDEX, make_index
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from shardwise.checkpoint.entries import Entry
+    from shardwise.checkpoint.ranks import Ranks
 
 
 @torch.no_grad()
@@ -33,7 +36,8 @@ def save(
     *,
     extra: dict[str, Any] | None = None,
     keep_last: int | None = None,
-) -> None:
+    async_: bool | Literal["wait", "refuse"] = False,
+) -> PendingSave | None:
     """Save training state so that it loads at any world size, stage, precision, in plain torch.
 
     The folder is a ``torch.distributed.checkpoint`` under the names of the plain model. Saved are
@@ -51,6 +55,13 @@ def save(
         extra: Anything that ``torch.load(weights_only=True)`` can read: step, position in the data,
             ``scheduler.state_dict()``. The first rank's is saved.
         keep_last: Afterwards remove all but this many of the newest checkpoints beside it.
+        async_: Return once the state is copied to the host, and write beside training. If the save
+            before still writes, True or "wait" waits for it, "refuse" raises.
+
+    Returns:
+        None, or with ``async_`` what is under way: ``wait()`` returns when it is published,
+        ``is_done`` asks, ``staged_bytes`` is the host memory held until then. An error is raised by
+        ``wait``, and by the next ``save`` or ``load``. Wait before the process group is destroyed.
 
     Raises:
         CheckpointError: On all ranks: gradients wait for a step, something cannot be saved, or the
@@ -58,7 +69,7 @@ def save(
 
     Collectives: about ten small exchanges of objects, on all ranks.
 
-    Memory: a copy of one piece on the CPU.
+    Memory: a copy of one piece on the CPU; with ``async_`` a copy of all that this rank writes.
 
     Example:
         >>> import tempfile, torch, shardwise as sw
@@ -72,20 +83,40 @@ def save(
     ranks = state.ranks
     with ranks.agreed():
         target = Path(os.path.abspath(path))  # noqa: PTH100 - the path itself, links unresolved
-        _check_keep_last(keep_last)
+        _check_arguments(keep_last, async_, state)
+    settle_all(state.engines, ranks, refuses=async_ == "refuse")
+    with ranks.agreed():
         state.rest("save")
         prints = state.prints()
         counters = set() if state.optimizer is None else state.optimizer.counters()
     shown = ranks.gather(counters)
     first_prints = ranks.share(prints)
+    with ranks.agreed():
+        entries = state.entries(first_prints, set().union(*shown), dict(extra or {}))
     writing: Writing | None = None
+    with ranks.agreed():
+        if ranks.is_first:
+            writing = Writing(target)
+    draft = ranks.share(None if writing is None else writing.draft)
+    assert draft is not None
+    if not async_:
+        _carry_out(ranks, draft, entries, writing, keep_last)
+        return None
+    background = Background.make(state.engines[0], ranks)
+    staged, staged_bytes = stage(entries)
+    job = partial(_carry_out, background.ranks, draft, staged, writing, keep_last)
+    return background.start(job, staged_bytes)
+
+
+def _carry_out(
+    ranks: Ranks,
+    draft: Draft,
+    entries: list[Entry],
+    writing: Writing | None,
+    keep_last: int | None,
+) -> None:
+    """Write and publish; the first rank alone has the draft to itself."""
     try:
-        with ranks.agreed():
-            entries = state.entries(first_prints, set().union(*shown), dict(extra or {}))
-            if ranks.is_first:
-                writing = Writing(target)
-        draft = ranks.share(None if writing is None else writing.draft)
-        assert draft is not None
         with ranks.agreed():
             report = _write(draft, ranks.rank, entries)
         reports = ranks.collect(report)
@@ -110,15 +141,31 @@ def _finish(writing: Writing, reports: list[FileReport], keep_last: int | None) 
     manifest = Manifest(world_size=len(reports), saved_ns=next_time_ns(parent), files=files)
     write_bytes(folder / MANIFEST, manifest.to_bytes())
     writing.publish()
+    writing.close()
     if keep_last is not None:
         retain(parent, keep_last)
 
 
-def _check_keep_last(keep_last: int | None) -> None:
-    """Refuse a number of checkpoints that keeps none."""
+def _check_arguments(keep_last: object, async_: object, state: TrainingState) -> None:
+    """Refuse arguments that cannot work."""
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise CheckpointError(
             mismatch(
                 "keep_last", expected="a positive int or None", got=repr(keep_last), fix="keep one"
+            )
+        )
+    if async_ not in (False, True, "wait", "refuse"):
+        raise CheckpointError(
+            mismatch(
+                "async_", expected="False, True, 'wait' or 'refuse'", got=async_, fix="pass one"
+            )
+        )
+    if async_ and not state.engines:
+        raise CheckpointError(
+            mismatch(
+                "async_",
+                expected="a sharded model",
+                got="a plain one",
+                fix="call shardwise.shard(model, stage=0) first, or save synchronously",
             )
         )
