@@ -5,6 +5,7 @@ Order: verify, compare names and shapes, agree - only then write, and send updat
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,6 @@ from shardwise.checkpoint.state import EXTRA, FACTS, TrainingState
 from shardwise.errors import CheckpointError, mismatch
 
 if TYPE_CHECKING:
-    import os
-
     from torch import nn
 
     from shardwise.checkpoint.entries import Part
@@ -41,7 +40,7 @@ def load(
 
     Args:
         path: What ``save`` wrote, or any ``torch.distributed.checkpoint`` under the names of
-            ``get_model_state_dict`` and ``get_optimizer_state_dict``.
+            ``get_model_state_dict`` and ``get_optimizer_state_dict``. The first rank's counts.
         model: Any module, sharded or not.
         optimizer: Takes over state, group options and loss scaling. At the world size that wrote
             the checkpoint the random state of every rank continues too. None loads weights only.
@@ -65,9 +64,12 @@ def load(
     settle_all(state.engines, ranks)
     with ranks.agreed():
         state.rest("load")
-        verify(Path(path), ranks)
+        folder = Path(os.path.abspath(path))  # noqa: PTH100 - the path itself, links unresolved
+    folder = ranks.share(folder)
     with ranks.agreed():
-        source = Source(Path(path))
+        verify(folder, ranks)
+    with ranks.agreed():
+        source = Source(folder)
     with closing(source):
         with ranks.agreed():
             facts = source.object(FACTS) if FACTS in source.index.names else {}

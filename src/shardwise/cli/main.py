@@ -63,6 +63,33 @@ CheckParity = Annotated[
         rich_help_panel=_RUN,
     ),
 ]
+CheckpointDir = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder for checkpoints; a run continues from the newest good one.",
+        show_default="none",
+        rich_help_panel=_RUN,
+    ),
+]
+SaveEvery = Annotated[
+    int | None,
+    typer.Option(
+        metavar="STEPS",
+        help="Steps between checkpoints, 0 for one at the end.",
+        show_default="0",
+        rich_help_panel=_RUN,
+    ),
+]
+Resume = Annotated[
+    bool | None,
+    typer.Option(
+        "--resume/--no-resume",
+        help="Continue from the newest good checkpoint, or start over.",
+        show_default="--resume",
+        rich_help_panel=_RUN,
+    ),
+]
 Seed = Annotated[
     int | None,
     typer.Option(help="Of weights, samples and text.", show_default="0", rich_help_panel=_RUN),
@@ -169,6 +196,9 @@ def train(  # noqa: PLR0913 - the signature is the list of options
     ranks: Ranks = None,
     out: Out = None,
     check_parity: CheckParity = None,
+    checkpoint_dir: CheckpointDir = None,
+    save_every: SaveEvery = None,
+    resume: Resume = None,
     seed: Seed = None,
     stage: Stage = None,
     precision: Precision = None,
@@ -204,6 +234,9 @@ def train(  # noqa: PLR0913 - the signature is the list of options
         "run.seed": seed,
         "run.validate_every": validate_every,
         "run.check_parity": check_parity,
+        "run.checkpoint_dir": checkpoint_dir,
+        "run.save_every": save_every,
+        "run.resume": resume,
         "run.out": out,
     }
     try:
@@ -216,7 +249,7 @@ def train(  # noqa: PLR0913 - the signature is the list of options
 def _train(file: Path | None, options: dict[str, object], *, num_ranks: int | None) -> int:
     """Check the settings, then train in this process or start the ranks; returns the exit code."""
     from shardwise.cli.train.settings import load
-    from shardwise.errors import ConfigurationError
+    from shardwise.errors import CheckpointError, ConfigurationError
 
     try:
         config = load(file, options)
@@ -225,7 +258,7 @@ def _train(file: Path | None, options: dict[str, object], *, num_ranks: int | No
         if num_ranks is None or "WORLD_SIZE" in os.environ:
             return run(config)
         load_text(config)
-    except ConfigurationError as error:
+    except (ConfigurationError, CheckpointError) as error:
         _refuse(str(error))
     from shardwise.cli.launch import launch
 

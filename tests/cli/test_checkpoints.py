@@ -1,0 +1,74 @@
+"""A run that is stopped or killed goes on where its newest good checkpoint is, bit for bit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.cli.command import PLAIN, TINY, TORCHRUN, run
+from tests.cli.text import make_text
+
+OPTIONS = ("--precision", "fp32", "--validate-every", "0")
+
+
+def _losses(folder):
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return {e["step"]: e["loss"] for e in map(json.loads, lines) if e["event"] == "step"}
+
+
+@pytest.mark.parametrize("ranks", [(), ("--ranks", "2")], ids=["plain", "ranks"])
+def test_a_run_in_two_parts_has_the_losses_of_one(tmp_path, ranks):
+    text = make_text(tmp_path)
+    command = [*PLAIN, "train", *ranks, *TINY, *OPTIONS, "--data", str(text), "--steps", "8"]
+    whole, parts, folder = tmp_path / "whole", tmp_path / "parts", tmp_path / "checkpoints"
+    assert run([*command, "--out", str(whole)])[0] == 0
+    saving = ["--checkpoint-dir", str(folder), "--save-every", "2", "--out", str(parts)]
+    assert run([*command, *saving])[0] == 0
+    assert sorted(path.name for path in folder.iterdir()) == ["step-6", "step-8"]
+    damaged = folder / "step-8" / "__0_0.distcp"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    (parts / "metrics.jsonl").unlink()
+    code, output, errors = run([*command, *saving])
+    assert code == 0, errors
+    assert "continues after step 6" in output
+    assert _losses(parts) == {step: _losses(whole)[step] for step in (7, 8)}
+    code, output, _ = run([*command, *saving])
+    assert code == 0
+    assert "Nothing is left to train: 8 steps are done." in output
+
+
+def test_saving_nowhere_is_refused(tmp_path):
+    code, _, errors = run([*PLAIN, "train", *TINY, "--save-every", "3"])
+    assert code == 2
+    assert "--checkpoint-dir" in errors
+
+
+def test_torchrun_restarts_a_job_that_lost_a_rank(tmp_path):
+    """A rank is killed once, by itself, after its first checkpoint."""
+    text, folder, out = make_text(tmp_path), tmp_path / "checkpoints", tmp_path / "out"
+    script = tmp_path / "victim.py"
+    script.write_text(
+        "import os, signal, sys\n"
+        "from pathlib import Path\n"
+        "from shardwise.cli.train import loop\n"
+        "agree = loop.agree\n"
+        f"mark, saved = Path({str(tmp_path / 'mark')!r}), Path({str(folder / 'step-2')!r})\n"
+        "def dying(*args, **kwargs):\n"
+        "    if os.environ['RANK'] == '1' and saved.exists() and not mark.exists():\n"
+        "        mark.touch()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    return agree(*args, **kwargs)\n"
+        "loop.agree = dying\n"
+        "from shardwise.cli.main import app\n"
+        "app()\n",
+        encoding="utf-8",
+    )
+    torchrun = [*TORCHRUN[: TORCHRUN.index("-m", 3)], "--max-restarts", "2", str(script)]
+    options = ["--data", str(text), "--steps", "4", "--out", str(out)]
+    saving = ["--checkpoint-dir", str(folder), "--save-every", "1"]
+    code, output, errors = run([*torchrun, "train", *TINY, *OPTIONS, *options, *saving])
+    assert code == 0, errors
+    assert (tmp_path / "mark").exists()
+    assert "continues after step" in output
+    assert sorted(_losses(out)) == [1, 2, 3, 4]
