@@ -12,7 +12,7 @@ The loop, the numbers and the checkpoints stay those of plain PyTorch::
 
 from __future__ import annotations
 
-from shardwise.checkpoint import latest, load, save
+from shardwise.checkpoint import export, latest, load, save
 from shardwise.errors import (
     CheckpointError,
     ConfigurationError,
@@ -35,6 +35,7 @@ __all__ = [
     "MixedPrecision",
     "ShardedOptimizer",
     "ShardwiseError",
+    "export",
     "full_gradient",
     "full_parameters",
     "latest",

@@ -13,6 +13,7 @@ PUBLIC_NAMES = [
     "MixedPrecision",
     "ShardedOptimizer",
     "ShardwiseError",
+    "export",
     "full_gradient",
     "full_parameters",
     "latest",

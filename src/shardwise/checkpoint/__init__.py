@@ -7,8 +7,9 @@ with a model.
 """
 
 from shardwise.checkpoint.background import PendingSave
+from shardwise.checkpoint.export import export
 from shardwise.checkpoint.folder import latest
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.save import save
 
-__all__ = ["PendingSave", "latest", "load", "save"]
+__all__ = ["PendingSave", "export", "latest", "load", "save"]

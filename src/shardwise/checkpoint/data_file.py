@@ -202,10 +202,10 @@ class DataReader:
         else:
             (only, *others) = targets
             if not others and _takes(only.memory, box):
-                self._read(_bytes_of(only.memory), payload[0])
+                self._read(bytes_of(only.memory), payload[0])
                 return
             stored = torch.empty(box.size, dtype=box.dtype)
-            self._read(_bytes_of(stored), payload[0])
+            self._read(bytes_of(stored), payload[0])
         for target in targets:
             target.memory.copy_(stored[target.source])
 
@@ -246,7 +246,7 @@ def _takes(memory: torch.Tensor, box: StoredBox) -> bool:
     return is_same and memory.device.type == "cpu" and memory.is_contiguous()
 
 
-def _bytes_of(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU."""
     return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy().data)
 
@@ -256,4 +256,4 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     value = tensor.detach().to("cpu").contiguous()
     if value.numel() == 0 or value.untyped_storage().nbytes() == value.nbytes:
         return value.clone() if value.numel() == 0 else value
-    return torch.frombuffer(_bytes_of(value), dtype=value.dtype).view(value.shape)
+    return torch.frombuffer(bytes_of(value), dtype=value.dtype).view(value.shape)

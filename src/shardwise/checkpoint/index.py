@@ -64,6 +64,10 @@ class Index:
         info = self._metadata.storage_data[key]
         return Place(file=info.relative_path, start_byte=info.offset, length_bytes=info.length)
 
+    def places(self, name: str) -> tuple[Place, ...]:
+        """Return where all boxes of a tensor lie: tied tensors lie in the same places."""
+        return tuple(self.place(name, box.offsets) for box in self.tensors[name].chunks)
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a tensor, None for an object or an unknown name."""
         entry = self.tensors.get(name)

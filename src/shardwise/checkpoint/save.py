@@ -92,7 +92,7 @@ def save(
     shown = ranks.gather(counters)
     first_prints = ranks.share(prints)
     with ranks.agreed():
-        entries = state.entries(first_prints, set().union(*shown), dict(extra or {}))
+        entries = state.entries(prints, first_prints, set().union(*shown), dict(extra or {}))
     writing: Writing | None = None
     with ranks.agreed():
         if ranks.is_first:

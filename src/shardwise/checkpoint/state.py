@@ -82,22 +82,26 @@ class TrainingState:
         return {part.names[0]: _fingerprint(part.tensor) for part in self._whole()}
 
     def entries(
-        self, first_prints: dict[str, str], counters: set[str], extra: dict[str, Any]
+        self,
+        own_prints: dict[str, str],
+        first_prints: dict[str, str],
+        counters: set[str],
+        extra: dict[str, Any],
     ) -> list[Entry]:
         """Return what this rank writes.
 
         Args:
-            first_prints: ``prints`` of the first rank.
+            own_prints: ``prints`` of this rank.
+            first_prints: Those of the first rank.
             counters: See ``OptimizerState``.
             extra: The user's own.
         """
-        own = self.prints()
         entries: list[Entry] = list(self._pieces())
         for part in self._whole():
             name = part.names[0]
             if self.ranks.is_first:
                 entries.append(part)
-            elif first_prints.get(name) != own[name]:
+            elif first_prints.get(name) != own_prints[name]:
                 entries.append(whole((self.own_name(name),), part.tensor))
         if self.optimizer is not None:
             entries += self.optimizer.entries(counters)

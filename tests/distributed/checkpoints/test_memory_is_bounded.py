@@ -52,3 +52,18 @@ def test_saving_and_loading_hold_two_chunks_at_most(stage: int, tmp_path: Path) 
         call()  # what is imported and cached once
         peak = _peak_bytes(call)
         assert peak <= 2 * CHUNK_BYTES + BUFFER_BYTES, (name, peak / 2**20)
+
+
+@pytest.mark.skipif(not _RESET.exists(), reason="Linux alone tells the peak of one call")
+@pytest.mark.world_size(1, timeout_s=60)
+def test_an_export_holds_one_tensor_and_its_cast_at_most(tmp_path: Path) -> None:
+    model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)])  # 32 MiB
+    largest_bytes = 4 * 2**20
+    sw.save(tmp_path / "checkpoint", model)
+
+    def export() -> object:
+        return sw.export(tmp_path / "checkpoint", tmp_path / "out", dtype=torch.bfloat16)
+
+    export()
+    peak = _peak_bytes(export)
+    assert peak <= 1.5 * largest_bytes + BUFFER_BYTES, peak / 2**20
