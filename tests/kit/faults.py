@@ -19,6 +19,7 @@ CALLS = (
     "make_parents",
     "create",
     "write",
+    "cut",
     "flush",
     "flush_folder",
     "rename",
@@ -81,8 +82,9 @@ def die() -> None:
 def die_half_way(name: str, arguments: tuple[Any, ...]) -> None:
     """Die in the middle of a write, before anything else."""
     if name == "write":
-        descriptor, data = arguments
-        os.write(descriptor, bytes(data)[: len(data) // 2])
+        descriptor, data, start_byte = arguments
+        disk.bypass_cache(descriptor, is_on=False)
+        os.pwrite(descriptor, bytes(data)[: len(data) // 2], start_byte)
     die()
 
 

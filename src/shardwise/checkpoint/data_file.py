@@ -5,19 +5,17 @@ Legend: a *place* is the file, the first byte and the number of bytes of one of 
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.serialization import config
 
-from shardwise.checkpoint import disk
 from shardwise.checkpoint.entries import Thing, decode
-from shardwise.checkpoint.manifest import FileSum
 from shardwise.checkpoint.payload import find_payload
+from shardwise.checkpoint.stream import Stream
 from shardwise.errors import CheckpointError, mismatch
 
 if TYPE_CHECKING:
@@ -25,8 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardwise.checkpoint.entries import Entry
-
-_BUFFER_BYTES = 2**20
+    from shardwise.checkpoint.manifest import FileSum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,64 +68,21 @@ class Target:
     memory: torch.Tensor
 
 
-class _Stream:
-    """A file that puts small writes together and hashes them beside the writing."""
-
-    def __init__(self, descriptor: int) -> None:
-        """Write to an open file."""
-        self._descriptor = descriptor
-        self._digest = hashlib.sha256()
-        self._hasher = ThreadPoolExecutor(max_workers=1)
-        self._waiting = bytearray()
-        self.length_bytes = 0
-
-    def write(self, data: bytes | memoryview) -> int:
-        """Take some bytes; the caller may reuse its memory afterwards."""
-        view = memoryview(data).cast("B")
-        self.length_bytes += len(view)
-        if len(view) < _BUFFER_BYTES:
-            self._waiting += view
-        if len(self._waiting) >= _BUFFER_BYTES or len(view) >= _BUFFER_BYTES:
-            self._empty()
-        if len(view) >= _BUFFER_BYTES:
-            self._put(view)
-        return len(view)
-
-    def flush(self) -> None:
-        """Do nothing: ``close`` does."""
-
-    def close(self) -> FileSum:
-        """Return what the file is, once all of it is on the device."""
-        self._empty()
-        disk.flush(self._descriptor)
-        return FileSum(length_bytes=self.length_bytes, sha256=self._digest.hexdigest())
-
-    def release(self) -> None:
-        """Close the file, written or not."""
-        self._hasher.shutdown()
-        os.close(self._descriptor)
-
-    def _empty(self) -> None:
-        """Write what has been put together."""
-        if self._waiting:
-            self._put(memoryview(bytes(self._waiting)))
-            self._waiting.clear()
-
-    def _put(self, view: memoryview) -> None:
-        """Write and hash some bytes; both let other threads run."""
-        hashing = self._hasher.submit(self._digest.update, view)
-        try:
-            disk.write(self._descriptor, view)
-        finally:
-            hashing.result()
-
-
 def write_file(path: Path, entries: Iterable[Entry]) -> FileReport:
     """Write entries to a new file, one at a time.
 
-    Memory: a contiguous copy on the CPU of one box.
+    Without the checksums that torch puts into its archives: the hash of the file takes their place.
+    Memory: a contiguous copy on the CPU of one box, where it is not contiguous there.
     """
-    stream = _Stream(disk.create(path))
+    with config.patch(  # pyrefly: ignore [missing-attribute] - put there when it is imported
+        "save.compute_crc32", False
+    ):
+        return _write_file(path, entries)
+
+
+def _write_file(path: Path, entries: Iterable[Entry]) -> FileReport:
+    """Write entries to a new file."""
+    stream = Stream(path)
     try:
         written: list[Written] = []
         for entry in entries:
@@ -160,7 +114,7 @@ def write_file(path: Path, entries: Iterable[Entry]) -> FileReport:
 
 def write_bytes(path: Path, data: bytes) -> FileSum:
     """Write a whole new file."""
-    stream = _Stream(disk.create(path))
+    stream = Stream(path)
     try:
         stream.write(data)
         return stream.close()

@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pathlib import Path
 
+BLOCK_BYTES = 4096
+"""What memory and places in a file are aligned to where the cache is bypassed."""
+_DIRECT: int = getattr(os, "O_DIRECT", 0)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NO_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM})
@@ -35,11 +38,38 @@ def create(path: Path) -> int:
     return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
 
 
-def write(descriptor: int, data: bytes | memoryview) -> None:
-    """Write all of ``data`` at the end of what was written."""
+def bypass_cache(descriptor: int, *, is_on: bool) -> bool:
+    """Let writes go to the device without a copy in the kernel; False where that is not offered.
+
+    Memory, start and length of writes must then be multiples of ``BLOCK_BYTES``.
+    """
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    flags = flags | _DIRECT if is_on else flags & ~_DIRECT
+    try:
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
+    except OSError:
+        return False
+    return bool(_DIRECT)
+
+
+def write(descriptor: int, data: bytes | memoryview, start_byte: int) -> None:
+    """Write all of ``data``; where writing past the cache is refused, by the cache."""
     rest = memoryview(data).cast("B")
     while len(rest):
-        rest = rest[os.write(descriptor, rest) :]
+        try:
+            num_bytes = os.pwrite(descriptor, rest, start_byte)
+        except OSError as error:
+            is_direct = bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & _DIRECT)
+            if error.errno != errno.EINVAL or not is_direct:
+                raise
+            bypass_cache(descriptor, is_on=False)
+            continue
+        rest, start_byte = rest[num_bytes:], start_byte + num_bytes
+
+
+def cut(descriptor: int, length_bytes: int) -> None:
+    """End a file after so many bytes."""
+    os.ftruncate(descriptor, length_bytes)
 
 
 def flush(descriptor: int) -> None:

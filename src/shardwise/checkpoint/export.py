@@ -9,7 +9,6 @@ Source: safetensors, Format, 2022 (huggingface.co/docs/safetensors).
 from __future__ import annotations
 
 import json
-import os
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
@@ -24,9 +23,11 @@ from shardwise.checkpoint.index import OPTIMIZER
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.source import Source, verify
 from shardwise.checkpoint.state import OURS
+from shardwise.checkpoint.stream import Stream
 from shardwise.errors import CheckpointError, mismatch
 
 if TYPE_CHECKING:
+    import os
     from collections.abc import Iterable
 
 _DTYPES = {
@@ -193,12 +194,12 @@ def _write_file(file: Path, parts: Iterable[bytes | memoryview]) -> None:
     """Write a file under another name, and give it its own when all of it is on the device."""
     draft = file.with_name(f".{file.name}.partial")
     disk.remove_file(draft)
-    descriptor = disk.create(draft)
+    stream = Stream(draft)
     try:
         for part in parts:
-            disk.write(descriptor, part)
-        disk.flush(descriptor)
+            stream.write(part)
+        stream.close()
     finally:
-        os.close(descriptor)
+        stream.release()
     disk.rename(draft, file)
     disk.flush_folder(file.parent)
