@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 _FORMAT = "shardwise checkpoint"
 _VERSION = 1
-_BLOCK_BYTES = 4 * 2**20
+_BLOCK_BYTES = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,10 +92,15 @@ def check_length(path: Path, wanted: FileSum) -> None:
 def check_file(path: Path, wanted: FileSum) -> None:
     """Refuse a file that is not byte for byte what was written."""
     check_length(path, wanted)
-    block, digest = bytearray(_BLOCK_BYTES), hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        while length := file.readinto(block):
-            digest.update(memoryview(block)[:length])
+    digest = hashlib.sha256()
+    blocks = [bytearray(_BLOCK_BYTES) for _ in range(2)]
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(max_workers=1) as reader:
+        coming = reader.submit(file.readinto, blocks[0])
+        while length := coming.result():
+            full = memoryview(blocks[0])[:length]
+            blocks.reverse()
+            coming = reader.submit(file.readinto, blocks[0])  # meanwhile
+            digest.update(full)
     if digest.hexdigest() != wanted.sha256:
         raise _damaged(path, f"the content with hash {wanted.sha256[:12]}...", "other content")
 

@@ -93,6 +93,9 @@ def save(
     first_prints = ranks.share(prints)
     with ranks.agreed():
         entries = state.entries(prints, first_prints, set().union(*shown), dict(extra or {}))
+        staged_bytes = 0
+        if async_:
+            entries, staged_bytes = stage(entries)
     writing: Writing | None = None
     with ranks.agreed():
         if ranks.is_first:
@@ -103,8 +106,7 @@ def save(
         _carry_out(ranks, draft, entries, writing, keep_last)
         return None
     background = Background.make(state.engines[0], ranks)
-    staged, staged_bytes = stage(entries)
-    job = partial(_carry_out, background.ranks, draft, staged, writing, keep_last)
+    job = partial(_carry_out, background.ranks, draft, entries, writing, keep_last)
     return background.start(job, staged_bytes)
 
 

@@ -174,7 +174,7 @@ def _of_sharded(model: nn.Module, optimizer: sw.ShardedOptimizer) -> dict[str, T
     return found
 
 
-@pytest.mark.world_size(2, 3, timeout_s=60)
+@pytest.mark.world_size(3, timeout_s=60)
 @pytest.mark.parametrize("is_flat", [True, False], ids=["torchtitan", "nested"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_fully_sharded_models_load_what_shardwise_saved(
@@ -198,7 +198,7 @@ def test_fully_sharded_models_load_what_shardwise_saved(
     assert its_optimizer.param_groups[0]["lr"] == 0.125
 
 
-@pytest.mark.world_size(2, 3, timeout_s=60)
+@pytest.mark.world_size(3, timeout_s=60)
 @pytest.mark.parametrize("layout", ["torchtitan", "nested", "two-entries"])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_shardwise_loads_what_fully_sharded_models_saved(
