@@ -21,6 +21,7 @@ _DIRECT: int = getattr(os, "O_DIRECT", 0)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _NO_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM})
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP})
 
 
 def make_folder(path: Path) -> None:
@@ -114,10 +115,18 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True)
 
 
-def lock(descriptor: int) -> bool:
-    """Take the lock of an open file; False where another process holds it."""
+def lock(descriptor: int) -> bool | None:
+    """Take the lock of an open file.
+
+    Returns:
+        False where another process holds it, None where the file system has no locks.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        return None
     return True

@@ -144,7 +144,7 @@ def retain(parent: Path, num_kept: int) -> None:
 def sweep(parent: Path) -> None:
     """Remove what writers left that are no longer alive, and give an old checkpoint its name back.
 
-    What a living writer works on is recognised by its lock.
+    What a living writer works on is recognised by its lock; without locks nothing is removed.
     """
     leftovers: dict[str, list[tuple[str, Path]]] = {}
     for path in parent.iterdir():
@@ -181,7 +181,7 @@ def _lock_new(target: Path) -> tuple[Draft, int]:
         draft = Draft(target=target, token=secrets.token_hex(8))
         lock = draft.beside("lock")
         descriptor = disk.create(lock)
-        if disk.lock(descriptor) and lock.exists():
+        if disk.lock(descriptor) is not False and lock.exists():
             return draft, descriptor
         os.close(descriptor)
 

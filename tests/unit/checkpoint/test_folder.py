@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import TYPE_CHECKING
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import folder
+from shardwise.checkpoint import disk, folder
 from shardwise.checkpoint.folder import Writing
 from shardwise.checkpoint.manifest import read_manifest
 
@@ -106,6 +107,23 @@ def test_what_a_dead_writer_left_is_removed_by_the_next(tmp_path: Path) -> None:
     (tmp_path / ".other").touch()
     sw.save(tmp_path / "b", _model(1.0))
     assert _names(tmp_path) == [".other", "b"]
+
+
+def test_without_locks_checkpoints_work_and_leftovers_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another host may be writing them."""
+
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(disk.fcntl, "flock", refuse)
+    left = tmp_path / ".a.0123456789abcdef.partial"
+    left.mkdir()
+    left.with_suffix(".lock").touch()
+    sw.save(tmp_path / "a", _model(1.0))
+    assert _value_in(tmp_path / "a") == 1.0
+    assert _names(tmp_path) == [left.with_suffix(".lock").name, left.name, "a"]
 
 
 def test_a_checkpoint_between_two_renames_is_found_and_gets_its_name_back(tmp_path: Path) -> None:
