@@ -18,24 +18,30 @@ def _losses(folder):
 
 
 @pytest.mark.parametrize("ranks", [(), ("--ranks", "2")], ids=["plain", "ranks"])
-def test_a_run_in_two_parts_has_the_losses_of_one(tmp_path, ranks):
-    text = make_text(tmp_path)
+def test_a_resumed_run_repeats_the_losses_of_the_one_that_went_on(tmp_path, ranks):
+    text, out, folder = make_text(tmp_path), tmp_path / "out", tmp_path / "checkpoints"
     command = [*PLAIN, "train", *ranks, *TINY, *OPTIONS, "--data", str(text), "--steps", "8"]
-    whole, parts, folder = tmp_path / "whole", tmp_path / "parts", tmp_path / "checkpoints"
-    assert run([*command, "--out", str(whole)])[0] == 0
-    saving = ["--checkpoint-dir", str(folder), "--save-every", "2", "--out", str(parts)]
-    assert run([*command, *saving])[0] == 0
+    command += ["--checkpoint-dir", str(folder), "--save-every", "2", "--out", str(out)]
+    assert run(command)[0] == 0
     assert sorted(path.name for path in folder.iterdir()) == ["step-6", "step-8"]
+    expected = _losses(out)
     damaged = folder / "step-8" / "__0_0.distcp"
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    (parts / "metrics.jsonl").unlink()
-    code, output, errors = run([*command, *saving])
+    (out / "metrics.jsonl").unlink()
+    code, output, errors = run(command)
     assert code == 0, errors
     assert "continues after step 6" in output
-    assert _losses(parts) == {step: _losses(whole)[step] for step in (7, 8)}
-    code, output, _ = run([*command, *saving])
+    assert _losses(out) == {step: expected[step] for step in (7, 8)}
+
+
+def test_a_finished_run_has_nothing_left_to_train(tmp_path):
+    text, folder = make_text(tmp_path), tmp_path / "checkpoints"
+    command = [*PLAIN, "train", *TINY, *OPTIONS, "--data", str(text), "--steps", "2"]
+    command += ["--checkpoint-dir", str(folder)]
+    assert run(command)[0] == 0
+    code, output, _ = run(command)
     assert code == 0
-    assert "Nothing is left to train: 8 steps are done." in output
+    assert "Nothing is left to train: 2 steps are done." in output
 
 
 def test_saving_nowhere_is_refused(tmp_path):
