@@ -12,8 +12,10 @@ The loop, the numbers and the checkpoints stay those of plain PyTorch::
 
 from __future__ import annotations
 
+from shardwise.checkpoint import export, latest, load, save
 from shardwise.errors import (
     BudgetError,
+    CheckpointError,
     ConfigurationError,
     DivergenceError,
     LayoutError,
@@ -27,6 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "BudgetError",
+    "CheckpointError",
     "ConfigurationError",
     "DivergenceError",
     "LayoutError",
@@ -35,8 +38,12 @@ __all__ = [
     "ShardedOptimizer",
     "ShardwiseError",
     "StaticOffload",
+    "export",
     "full_gradient",
     "full_parameters",
+    "latest",
+    "load",
     "no_sync",
+    "save",
     "shard",
 ]

@@ -6,6 +6,7 @@
       ConfigurationError (ValueError)      an argument, or a combination of them, that cannot work
       LayoutError (ValueError)             sizes that cannot be packed into chunks and slices
       BudgetError (MemoryError)            bytes that do not fit into a tier: nothing was changed
+      CheckpointError                      a checkpoint that cannot be written, read or trusted
       DivergenceError                      ranks that went different ways and no longer meet
 
 A message reads ``<what> expected <X> but got <Y> (<where>); <what to do next>.``
@@ -28,6 +29,10 @@ class LayoutError(ShardwiseError, ValueError):
 
 class BudgetError(ShardwiseError, MemoryError):
     """More bytes than a tier may hold: raised before anything changes."""
+
+
+class CheckpointError(ShardwiseError):
+    """A checkpoint that cannot be written, that is damaged, or that does not fit the model."""
 
 
 class DivergenceError(ShardwiseError):

@@ -28,7 +28,7 @@ import pytest
 import torch.multiprocessing as mp
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Mapping
+    from collections.abc import Callable, Generator, Mapping
     from multiprocessing.context import ForkServerProcess
 
 _DEFAULT_TIMEOUT_S = 30.0
@@ -123,6 +123,30 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     if all(outcome.kind is _Kind.SKIPPED for outcome in outcomes):
         pytest.skip(outcomes[0].text)
     pytest.fail("\n".join(f"[rank {o.rank}] {o.text}" for o in outcomes), pytrace=False)
+
+
+def run_on_ranks(
+    function: Callable[..., None],
+    arguments: Mapping[str, Any],
+    *,
+    world_size: int,
+    timeout_s: float,
+) -> list[str]:
+    """Run a function of a module once per rank; return what ranks that did not pass have to say.
+
+    For tests of several jobs, one after the other.
+    """
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        job = _Job(
+            module=function.__module__,
+            qualname=function.__qualname__,
+            arguments=arguments,
+            world_size=world_size,
+            timeout_s=timeout_s,
+            folder=Path(folder),
+            warning_filters=list(warnings.filters),
+        )
+        return [f"[rank {o.rank}] {o.text}" for o in _run_ranks(job)]
 
 
 def _run_ranks(job: _Job) -> list[_Outcome]:

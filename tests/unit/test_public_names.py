@@ -6,6 +6,7 @@ import shardwise
 
 PUBLIC_NAMES = [
     "BudgetError",
+    "CheckpointError",
     "ConfigurationError",
     "DivergenceError",
     "LayoutError",
@@ -14,9 +15,13 @@ PUBLIC_NAMES = [
     "ShardedOptimizer",
     "ShardwiseError",
     "StaticOffload",
+    "export",
     "full_gradient",
     "full_parameters",
+    "latest",
+    "load",
     "no_sync",
+    "save",
     "shard",
 ]
 

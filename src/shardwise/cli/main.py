@@ -24,11 +24,6 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def _verbs() -> None:
-    """Keep the form ``shardwise VERB`` while there is one verb."""
-
-
 # An option is None unless it is given: then the file's value stands, or the default named in the
 # help text.
 _RUN, _SHARD, _TRAINING = "The run", "Sharding", "Training"
@@ -60,6 +55,33 @@ CheckParity = Annotated[
         metavar="STEPS",
         help="First compare so many steps with one plain process.",
         show_default="0",
+        rich_help_panel=_RUN,
+    ),
+]
+CheckpointDir = Annotated[
+    str | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder for checkpoints; a run continues from the newest good one.",
+        show_default="none",
+        rich_help_panel=_RUN,
+    ),
+]
+SaveEvery = Annotated[
+    int | None,
+    typer.Option(
+        metavar="STEPS",
+        help="Steps between checkpoints, 0 for one at the end.",
+        show_default="0",
+        rich_help_panel=_RUN,
+    ),
+]
+Resume = Annotated[
+    bool | None,
+    typer.Option(
+        "--resume/--no-resume",
+        help="Continue from the newest good checkpoint, or start over.",
+        show_default="--resume",
         rich_help_panel=_RUN,
     ),
 ]
@@ -196,6 +218,9 @@ def train(  # noqa: PLR0913 - the signature is the list of options
     ranks: Ranks = None,
     out: Out = None,
     check_parity: CheckParity = None,
+    checkpoint_dir: CheckpointDir = None,
+    save_every: SaveEvery = None,
+    resume: Resume = None,
     seed: Seed = None,
     stage: Stage = None,
     precision: Precision = None,
@@ -237,6 +262,9 @@ def train(  # noqa: PLR0913 - the signature is the list of options
         "run.seed": seed,
         "run.validate_every": validate_every,
         "run.check_parity": check_parity,
+        "run.checkpoint_dir": checkpoint_dir,
+        "run.save_every": save_every,
+        "run.resume": resume,
         "run.out": out,
     }
     try:
@@ -246,10 +274,69 @@ def train(  # noqa: PLR0913 - the signature is the list of options
     raise typer.Exit(code)
 
 
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(help="Folder of one checkpoint.")],
+    json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print what a checkpoint holds, and whether its files are what was written."""
+    from rich.console import Console
+
+    from shardwise.checkpoint.description import describe
+    from shardwise.cli.inspection import as_json, inspection_tree
+    from shardwise.errors import CheckpointError
+
+    try:
+        description = describe(path)
+    except (CheckpointError, OSError) as error:
+        _refuse(str(error), verb="inspect")
+    if json:
+        Console().print_json(data=as_json(description))
+    else:
+        Console(highlight=False).print(inspection_tree(str(path), description), soft_wrap=True)
+    raise typer.Exit(1 if description.damage is not None else 0)
+
+
+@app.command()
+def export(
+    path: Annotated[Path, typer.Argument(help="Folder of one checkpoint.")],
+    out: Annotated[Path, typer.Argument(help="Folder for the safetensors files.")],
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="fp32|bf16|fp16",
+            help="Cast floating-point tensors to this.",
+            show_default="as exact as they are",
+        ),
+    ] = None,
+    max_shard_bytes: Annotated[
+        int, typer.Option(help="Largest file, unless one tensor is larger.", min=1)
+    ] = 5 * 10**9,
+) -> None:
+    """Write the weights of a checkpoint as safetensors files that from_pretrained reads."""
+    from shardwise.checkpoint import export as write
+    from shardwise.cli.train.recipe import DTYPES
+    from shardwise.errors import CheckpointError
+
+    if dtype is not None and dtype not in DTYPES:
+        _refuse(f"--dtype expected {', '.join(DTYPES)} but got {dtype}.", verb="export")
+    try:
+        files = write(
+            path,
+            out,
+            dtype=None if dtype is None else DTYPES[dtype],
+            max_shard_bytes=max_shard_bytes,
+        )
+    except (CheckpointError, OSError) as error:
+        _refuse(str(error), verb="export")
+    for file in files:
+        typer.echo(file)
+
+
 def _train(file: Path | None, options: dict[str, object], *, num_ranks: int | None) -> int:
     """Check the settings, then train in this process or start the ranks; returns the exit code."""
     from shardwise.cli.train.settings import load
-    from shardwise.errors import ConfigurationError
+    from shardwise.errors import CheckpointError, ConfigurationError
 
     try:
         config = load(file, options)
@@ -260,15 +347,15 @@ def _train(file: Path | None, options: dict[str, object], *, num_ranks: int | No
             return run(config)
         check_device(config.shard.device)
         load_text(config)
-    except ConfigurationError as error:
+    except (ConfigurationError, CheckpointError) as error:
         _refuse(str(error))
     from shardwise.cli.launch import launch
 
     return launch(sys.argv[1:], num_ranks=num_ranks)
 
 
-def _refuse(message: str) -> NoReturn:
+def _refuse(message: str, *, verb: str = "train") -> NoReturn:
     """Say in one line what is wrong, once per machine, and end with the code for bad input."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        typer.echo(f"shardwise train: {message}", err=True)
+        typer.echo(f"shardwise {verb}: {message}", err=True)
     raise typer.Exit(BAD_INPUT)

@@ -65,6 +65,7 @@ class Stepper:
         for record in self._binding.records():
             if record.is_held:
                 by_chunk.setdefault(record.chunk, []).append(record)
+                record.is_spent = True
         order = [c for engine in self._binding.engines() for c in engine.chunks if c in by_chunk]
         if not order and all(p.grad is None for p in self._binding.left_out()):
             return

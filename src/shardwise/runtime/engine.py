@@ -9,7 +9,7 @@ import weakref
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -96,6 +96,8 @@ class Engine:
         """Loss scale that the held gradients were produced with."""
         self.local_weight: float | None = None
         """Sum of this rank's weights behind the held gradients, None when they are not weighted."""
+        self.companions: dict[type, Any] = {}
+        """What layers above keep for as long as the engine lives, by its type."""
         self._num_faces = 0
         self.records = [
             ManagedParameter(parameter, name=name, index=index, engine=self)

@@ -55,6 +55,8 @@ class ManagedParameter:
         """The held gradient was zeroed, not removed: no loss scale or weight is part of it."""
         self.is_replaced = False
         """The user has put another gradient in its place since the ranks last agreed."""
+        self.is_spent = False
+        """The held gradient was part of an update."""
         self.has_arrived = False
         """A gradient of the backward pass that is open was written to the chunk's buffer."""
         self.is_expected = True

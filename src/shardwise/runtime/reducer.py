@@ -332,7 +332,7 @@ class GradientReducer:
         self._send_late(said.late)
         for record in said.used | said.late:
             record.is_held = True
-            record.is_zero = False
+            record.is_zero = record.is_spent = False
             self._intake.show_stand_in(record)
         if said.used:
             for record in self.records:

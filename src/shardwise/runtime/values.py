@@ -80,6 +80,10 @@ class ParameterValues:
         At stage 3 none: the next use gathers it.
         """
         self._engine.was_updated = True
+        self.announce(chunk)
+
+    def announce(self, chunk: Chunk) -> None:
+        """Send a slice that was written without an optimizer. Collectives: as ``publish``."""
         chunk.num_updates += 1
         if self._engine.residence is not None:
             if any(record.lingers for record in chunk.records):

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.cli.train import summary as summaries
+from shardwise.cli.train.checkpoints import Checkpoints
 from shardwise.cli.train.corpus import Corpus, load_corpus
 from shardwise.cli.train.engine import (
     Learner,
@@ -93,6 +94,8 @@ def _prepare(config: TrainConfig, stop: StopRequest) -> Run:
     ranks = Ranks.from_environment()
     ranks.share_processor()
     check_device(config.shard.device)
+    if config.run.save_every and config.run.checkpoint_dir is None:
+        raise ConfigurationError("--save-every expected --checkpoint-dir beside it but got none.")
     corpus = load_text(config)
     folder = _make_folder(config.run.out)
     device = ranks.device(config.shard.device)
@@ -141,11 +144,16 @@ def _prove(run: Run) -> list[ParityResult] | None:
 def _train(run: Run, parity: list[ParityResult]) -> int:
     """Train, then say what came of it; returns the exit code."""
     learner = build_learner(run.config, run.feed.device)
+    checkpoints = Checkpoints(run.config.run, run.ranks)
+    num_done = checkpoints.resume(learner)
+    if num_done >= run.config.run.steps:
+        run.console.print(f"Nothing is left to train: {num_done} steps are done.")
+        return 0
     num_parameters = sum(parameter.numel() for parameter in learner.model.parameters())
-    _announce(run, num_parameters)
+    _announce(run, num_parameters, num_done)
     reset_peak(run.feed.device)
     with (
-        MetricsFile(run.folder) as metrics,
+        MetricsFile(run.folder, is_resumed=num_done > 0) as metrics,
         TrainingProgress(run.console, steps=run.config.run.steps) as progress,
     ):
         for result in parity:
@@ -157,6 +165,7 @@ def _train(run: Run, parity: list[ParityResult]) -> int:
             ranks=run.ranks,
             stop=run.stop,
             journal=Journal(metrics=metrics, progress=progress),
+            checkpoints=checkpoints,
         )
     summary = summaries.Summary(
         config=run.config,
@@ -173,7 +182,7 @@ def _train(run: Run, parity: list[ParityResult]) -> int:
     return EXIT_CODE if history.is_interrupted else 0
 
 
-def _announce(run: Run, num_parameters: int) -> None:
+def _announce(run: Run, num_parameters: int, num_done: int) -> None:
     """Say what is about to be trained."""
     shard = run.config.shard
     run.console.rule("training", align="left")
@@ -183,6 +192,8 @@ def _announce(run: Run, num_parameters: int) -> None:
         f"{_describe(run.feed.corpus)}",
         highlight=False,
     )
+    if num_done:
+        run.console.print(f"continues after step {num_done}", highlight=False)
 
 
 def _describe(corpus: Corpus) -> str:

@@ -132,6 +132,18 @@ class RunConfig:
     check_parity: CountOrZero = 0
     """Steps of the comparison with one plain process before training; 0: none."""
 
+    checkpoint_dir: str | None = None
+    """Folder for checkpoints; absent: none are written."""
+
+    save_every: CountOrZero = 0
+    """Steps between checkpoints; 0: only at the end, and at Ctrl-C."""
+
+    keep_last: Count = 2
+    """How many of the newest checkpoints to keep."""
+
+    resume: bool = True
+    """Continue from the newest good checkpoint of the folder, if there is one."""
+
     out: str | None = None
     """Folder for metrics.jsonl, config.toml, summary.json and report.md; absent: not written."""
 

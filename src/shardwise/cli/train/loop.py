@@ -19,6 +19,7 @@ from shardwise.cli.train.model import next_byte_loss
 from shardwise.report import HeldBytes, held_bytes
 
 if TYPE_CHECKING:
+    from shardwise.cli.train.checkpoints import Checkpoints
     from shardwise.cli.train.config import RunConfig
     from shardwise.cli.train.engine import Learner
     from shardwise.cli.train.feed import Feed
@@ -48,7 +49,7 @@ class Agreement:
     """Whether any rank was asked to stop."""
 
 
-def train(
+def train(  # noqa: PLR0913 - what a run consists of, each with a part of its own
     learner: Learner,
     feed: Feed,
     run: RunConfig,
@@ -56,10 +57,14 @@ def train(
     ranks: Ranks,
     stop: StopRequest,
     journal: Journal,
+    checkpoints: Checkpoints,
 ) -> History:
-    """Train for ``run.steps`` steps or until asked to stop; collective, on all ranks."""
+    """Train up to ``run.steps`` steps or until asked to stop; collective, on all ranks.
+
+    Continues after the steps that a checkpoint has done.
+    """
     history = History()
-    for step in range(run.steps):
+    for step in range(checkpoints.num_done, run.steps):
         start_s = time.perf_counter()
         learning_rate = float(learner.scheduler.get_last_lr()[0])
         loss = accumulate_gradients(learner, feed, step=step, rank=ranks.rank)
@@ -77,6 +82,8 @@ def train(
         )
         history.steps.append(record)
         journal.step(record)
+        is_last = agreed.shall_stop or step + 1 == run.steps
+        checkpoints.after(step + 1, learner, is_last=is_last)
         if agreed.shall_stop:
             history.is_interrupted = True
             break

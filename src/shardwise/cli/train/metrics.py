@@ -60,14 +60,15 @@ class MetricsFile:
     Every line is flushed, so that a run can be followed while it trains.
     """
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, *, is_resumed: bool = False) -> None:
+        self._is_resumed = is_resumed
         self._path = None if folder is None else folder / METRICS_NAME
         self._file: TextIO | None = None
 
     def __enter__(self) -> MetricsFile:
-        """Start an empty file."""
+        """Start an empty file, or go on with that of the run which is resumed."""
         if self._path is not None:
-            self._file = self._path.open("w", encoding="utf-8")
+            self._file = self._path.open("a" if self._is_resumed else "w", encoding="utf-8")
         return self
 
     def __exit__(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from shardwise.errors import ConfigurationError, mismatch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +76,14 @@ class Ranks:
         everyone = mine.new_empty(self.world_size * len(numbers))
         dist.all_gather_single(everyone, mine)
         return everyone.view(self.world_size, len(numbers)).tolist()
+
+    def share(self, value: T) -> T:
+        """Return the first rank's value on all ranks; one small broadcast, on all ranks."""
+        if self.world_size == 1:
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
 
     def leave(self) -> None:
         """Take the process group down, so that no rank ends while another still talks to it."""

@@ -48,8 +48,11 @@ def facts(summary: Summary) -> list[tuple[str, str]]:
     """Return the short report as pairs of a name and a text."""
     steps, validations = summary.history.steps, summary.history.validations
     held = [
-        ("steps", f"{len(steps)} of {summary.config.run.steps}"),
-        ("training loss", f"{steps[0].loss:.3f} at step 1, {steps[-1].loss:.3f} at the last step"),
+        ("steps", f"{steps[-1].step} of {summary.config.run.steps}"),
+        (
+            "training loss",
+            f"{steps[0].loss:.3f} at step {steps[0].step}, {steps[-1].loss:.3f} at the last step",
+        ),
     ]
     if validations:
         held.append(("validation loss", f"{validations[-1].loss:.3f} nats per byte"))

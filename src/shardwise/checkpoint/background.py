@@ -1,0 +1,120 @@
+"""Write a checkpoint while training goes on: one thread, with process groups of its own.
+
+The state is copied to the host first (*staged*); what happens to the original afterwards does not
+matter. One save at a time: the next one waits for it, or is refused.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.checkpoint.entries import Part
+from shardwise.errors import CheckpointError, mismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
+
+    from shardwise.checkpoint.entries import Entry
+    from shardwise.checkpoint.ranks import Ranks
+    from shardwise.runtime.engine import Engine
+
+
+class PendingSave:
+    """A save that may still be writing."""
+
+    def __init__(self, future: Future[None], staged_bytes: int) -> None:
+        """Stand for a job that was started."""
+        self._future = future
+        self.staged_bytes = staged_bytes
+        """Host memory that holds this rank's copy of the state until the save is done."""
+
+    @property
+    def is_done(self) -> bool:
+        """True once the checkpoint is published, or has failed."""
+        return self._future.done()
+
+    def wait(self) -> None:
+        """Return when the checkpoint is published.
+
+        Raises:
+            CheckpointError: It could not be; nothing was changed.
+        """
+        self._future.result()
+
+
+class Background:
+    """The saves of one engine that run beside training."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        """Make groups that training does not use. Collectives: one new group per axis."""
+        self.ranks = ranks.apart()
+        """The same ranks, on groups of their own."""
+        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardwise-save")
+        self._pending: PendingSave | None = None
+
+    @classmethod
+    def of(cls, engine: Engine) -> Background | None:
+        """Return what an engine has, None before its first asynchronous save."""
+        return engine.companions.get(cls)
+
+    @classmethod
+    def make(cls, engine: Engine, ranks: Ranks) -> Background:
+        """Return what an engine has; make it where it has none. Collectives: see the class."""
+        found = cls.of(engine)
+        if found is None:
+            found = engine.companions[cls] = cls(ranks)
+        return found
+
+    def start(self, job: Callable[[], None], staged_bytes: int) -> PendingSave:
+        """Run a job beside training."""
+        self._pending = PendingSave(self._executor.submit(job), staged_bytes)
+        return self._pending
+
+    def settle(self, ranks: Ranks, *, refuses: bool = False) -> None:
+        """Wait for the save that is under way, or refuse to.
+
+        Raises:
+            CheckpointError: On all ranks: it has failed, or it still runs on one and ``refuses``.
+
+        Collectives: one exchange with ``refuses``.
+        """
+        if self._pending is None:
+            return
+        if refuses and not all(ranks.gather(self._pending.is_done)):
+            raise CheckpointError(
+                mismatch(
+                    "save",
+                    expected="no other save under way",
+                    got="one that still writes",
+                    fix="save later, or pass async_='wait'",
+                )
+            )
+        pending, self._pending = self._pending, None
+        pending.wait()
+
+
+def settle_all(engines: Sequence[Engine], ranks: Ranks, *, refuses: bool = False) -> None:
+    """Wait for saves of these engines that are under way, or refuse to. See ``settle``."""
+    for engine in engines:
+        background = Background.of(engine)
+        if background is not None:
+            background.settle(ranks, refuses=refuses)
+
+
+def stage(entries: Sequence[Entry]) -> tuple[list[Entry], int]:
+    """Return entries whose tensors are copies on the host, and the bytes of these."""
+    staged: list[Entry] = []
+    num_bytes = 0
+    for entry in entries:
+        if not isinstance(entry, Part):
+            staged.append(entry)
+            continue
+        copy = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype).copy_(entry.tensor)
+        staged.append(replace(entry, tensor=copy))
+        num_bytes += copy.nbytes
+    return staged, num_bytes

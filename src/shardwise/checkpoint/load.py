@@ -1,0 +1,176 @@
+"""``shardwise.load``: every rank reads what its pieces need, wherever it was written.
+
+Order: verify, compare names and shapes, agree - only then write, and send updated slices.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise.checkpoint.background import settle_all
+from shardwise.checkpoint.entries import whole
+from shardwise.checkpoint.optimizer_load import apply_optimizer
+from shardwise.checkpoint.optimizer_plan import OptimizerPlan, plan_optimizer
+from shardwise.checkpoint.plan import ModelPlan, Problems, plan_model
+from shardwise.checkpoint.random_state import set_random_state
+from shardwise.checkpoint.source import Source, verify
+from shardwise.checkpoint.state import EXTRA, FACTS, TrainingState
+from shardwise.errors import CheckpointError, mismatch
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from torch import nn
+
+    from shardwise.checkpoint.entries import Part
+
+
+@torch.no_grad()
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Load training state that was saved at any world size, stage and precision.
+
+    Args:
+        path: What ``save`` wrote, or any ``torch.distributed.checkpoint`` under the names of
+            ``get_model_state_dict`` and ``get_optimizer_state_dict``. The first rank's counts.
+        model: Any module, sharded or not.
+        optimizer: Takes over state, group options and loss scaling. At the world size that wrote
+            the checkpoint the random state of every rank continues too. None loads weights only.
+        strict: Refuse names that only the model, or only the checkpoint, has. Shapes must match in
+            any case.
+
+    Returns:
+        ``extra`` as it was saved, an empty dict without it.
+
+    Raises:
+        CheckpointError: On all ranks. A file is damaged (it is named), names or shapes do not
+            match, or gradients wait for a step: nothing was changed. If the storage fails after
+            these checks, the message says that the state is partly loaded.
+
+    Collectives: a few small exchanges of objects, and an all-gather per chunk below stage 3.
+
+    Memory: one stored box, which is one piece of one writer; state that rests on disk is in host
+    memory meanwhile. No code from the files is run.
+    """
+    state = TrainingState(model, optimizer)
+    ranks = state.ranks
+    settle_all(state.engines, ranks)
+    with ranks.agreed():
+        state.rest("load")
+        folder = Path(os.path.abspath(path))  # noqa: PTH100 - the path itself, links unresolved
+    folder = ranks.share(folder)
+    with ranks.agreed():
+        verify(folder, ranks)
+    with ranks.agreed():
+        source = Source(folder)
+    with closing(source):
+        with ranks.agreed():
+            facts = source.object(FACTS) if FACTS in source.index.names else {}
+            extra = source.object(EXTRA) if EXTRA in source.index.names else {}
+            problems = Problems()
+            plan = plan_model(state, source.index, problems)
+            optimizer_plan = (
+                None
+                if state.optimizer is None
+                else plan_optimizer(state.optimizer, source, problems)
+            )
+            _refuse(problems.say(strict=strict), path)
+        own = facts.get("world_size") == ranks.size
+        with ExitStack() as stack:
+            with ranks.agreed():
+                stack.enter_context(state.at_hand(is_changed=True))
+            with ranks.agreed(), _complete(path):
+                _apply(state, source, plan, prefers_own=own)
+            _announce(state, plan)
+            with ranks.agreed(), _complete(path):
+                _apply_rest(state, source, plan, optimizer_plan, facts)
+        for engine in state.engines:
+            engine.settle_moves()
+    return extra
+
+
+@contextmanager
+def _complete(path: str | os.PathLike[str]) -> Generator[None]:
+    """Say of an error inside that it came when the state was partly loaded."""
+    try:
+        yield
+    except (OSError, CheckpointError) as error:
+        raise _half_loaded(path) from error
+
+
+def _apply(state: TrainingState, source: Source, plan: ModelPlan, *, prefers_own: bool) -> None:
+    """Write values of parameters and buffers: own pieces, and what every rank holds whole."""
+    parts: list[tuple[str, Part]] = []
+    for named, stored in plan.tensors.items():
+        if named.record is not None:
+            parts += [(stored, part) for part in state.pieces_of(named)]
+            continue
+        own = state.own_name(named.names[0])
+        is_own = prefers_own and own in source.index.tensors
+        parts.append((own if is_own else stored, whole(named.names, named.tensor)))
+    source.fill_parts(parts)
+
+
+def _announce(state: TrainingState, plan: ModelPlan) -> None:
+    """Round masters into working values and send them. Collectives: one all-gather per chunk."""
+    records = [named.record for named in plan.tensors if named.record is not None]
+    touched = {record.chunk for record in records}
+    for engine in state.engines:
+        for chunk in engine.chunks:
+            if chunk in touched:
+                chunk.own.refresh_working()
+                engine.values.announce(chunk)
+        engine.values.settle()
+
+
+def _apply_rest(
+    state: TrainingState,
+    source: Source,
+    plan: ModelPlan,
+    optimizer_plan: OptimizerPlan | None,
+    facts: dict[str, Any],
+) -> None:
+    """Hand on everything that is no value of the model."""
+    for name, stored in plan.owners.items():
+        state.contents.owners[name].set_extra_state(source.value(stored))
+    if state.optimizer is None or optimizer_plan is None:
+        return
+    apply_optimizer(state, source, optimizer_plan, facts)
+    random = state.own_name("random")
+    if facts.get("world_size") == state.ranks.size and random in source.index.names:
+        set_random_state(source.object(random), state.device)
+
+
+def _refuse(problem: str | None, path: object) -> None:
+    """Raise where a checkpoint does not fit."""
+    if problem is not None:
+        raise CheckpointError(
+            mismatch(
+                f"checkpoint {path}",
+                expected="the names and shapes of the model and its optimizer",
+                got=problem,
+                fix="load it into what it was saved from, or pass strict=False for what matches",
+            )
+        )
+
+
+def _half_loaded(path: object) -> CheckpointError:
+    """Return the error for storage that fails in the middle."""
+    return CheckpointError(
+        mismatch(
+            f"checkpoint {path}",
+            expected="files that stay readable while they are loaded",
+            got="an error of the storage",
+            fix="load a checkpoint before training on: the state is partly loaded",
+        )
+    )
