@@ -70,8 +70,8 @@ def save(
 
     Collectives: about ten small exchanges of objects, on all ranks.
 
-    Memory: a copy of one piece on the CPU; with ``async_`` a copy of all that this rank writes. State
-    that rests on disk is in host memory meanwhile.
+    Memory: a copy of one piece on the CPU; with ``async_`` a copy of all that this rank writes.
+    State that rests on disk is in host memory meanwhile.
 
     Example:
         >>> import tempfile, torch, shardwise as sw
