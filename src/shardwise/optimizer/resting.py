@@ -87,10 +87,6 @@ class RestingState:
             self._foretold[key] = foretell(type(self._optimizer), options, dtype, is_matrix)
         return self._foretold[key]
 
-    def prefetch(self, chunk: Chunk) -> None:
-        """Start to bring what an update of a chunk needs."""
-        chunk.own.prefetch()
-
     @contextmanager
     def at_hand(self, chunk: Chunk, *, is_changed: bool = True) -> Generator[None]:
         """Inside, a chunk's pieces and their state have values; new state is kept on leaving."""

@@ -102,7 +102,7 @@ class Stepper:
                     begun.add(chunk)
                     chunk.own.take_working()
                     for following in order[position + 1 : position + 2]:
-                        self._binding.resting.prefetch(following)
+                        following.own.prefetch()
                     with (
                         self._gradients(by_chunk[chunk], factors),
                         self._only(chunk, with_left_out=is_last),

@@ -67,11 +67,6 @@ class StateSlices:
     def __contains__(self, name: str) -> bool:
         return name in self._slices
 
-    @property
-    def names(self) -> list[str]:
-        """All slices, in order of making."""
-        return list(self._slices)
-
     def __getitem__(self, name: str) -> torch.Tensor:
         """Return a slice that is at hand."""
         assert self.is_at_hand, f"{name} is on disk"
@@ -105,9 +100,9 @@ class StateSlices:
         entry = self._slices.pop(name, None)
         if entry is None or entry.home.is_freed:
             return
+        assert not self._depth
         self._mover.settle()
-        assert entry.near is None
-        entry.home.tier.free(entry.home)
+        _free(entry)
 
     def prefetch(self) -> None:
         """Start to bring the slices to hand."""
@@ -179,11 +174,6 @@ class StateSlices:
 
     # ------------------------------------------------------------------ gradients
 
-    @property
-    def gradient_S(self) -> torch.Tensor | None:
-        """The reduced gradient in host memory, None while there is none."""
-        return None if self._gradient is None else self._gradient.tensor
-
     def take_gradient(self, mean_S: torch.Tensor) -> torch.Tensor:
         """Copy a reduced gradient to host memory, or add it to what is there; return that."""
         if self._gradient is None:
@@ -206,12 +196,17 @@ class StateSlices:
         self._mover.settle()
         self.drop_gradient()
         for entry in self._slices.values():
-            if entry.reading is not None:
-                entry.reading.settle()
-            for block in (entry.near, entry.home):
-                if block is not None:
-                    block.tier.free(block)
+            _free(entry)
         self._slices = {}
+
+
+def _free(entry: _Slice) -> None:
+    """Give the memory of one slice back, also of a read that nobody waited for."""
+    if entry.reading is not None:
+        entry.reading.settle()
+    for block in (entry.near, entry.home):
+        if block is not None:
+            block.tier.free(block)
 
 
 def _near(entry: _Slice) -> Block:
