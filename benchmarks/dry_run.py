@@ -118,7 +118,13 @@ class DryRun:
     elapsed_s: float
 
 
-def dry_run(shape: LlamaShape, *, num_ranks: int, sequence: int = 2048) -> DryRun:
+def dry_run(
+    shape: LlamaShape,
+    *,
+    num_ranks: int,
+    sequence: int = 2048,
+    offload: sw.StaticOffload | None = None,
+) -> DryRun:
     """Train two steps without memory; starts and ends torch.distributed in this process."""
     began_s = time.perf_counter()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
@@ -126,7 +132,8 @@ def dry_run(shape: LlamaShape, *, num_ranks: int, sequence: int = 2048) -> DryRu
         with FakeTensorMode():
             model = Llama(shape)
             numel = sum(parameter.numel() for parameter in model.parameters())
-            sw.shard(model, mixed_precision=sw.MixedPrecision(param_dtype=torch.bfloat16))
+            precision = sw.MixedPrecision(param_dtype=torch.bfloat16)
+            sw.shard(model, mixed_precision=precision, offload=offload)
             adamw = torch.optim.AdamW(model.parameters(), fused=True)
             optimizer = sw.ShardedOptimizer(adamw, clip_grad_norm=1.0)
             for _ in range(2):  # the second one follows the recorded order

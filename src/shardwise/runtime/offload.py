@@ -11,7 +11,7 @@ from shardwise.errors import BudgetError, ConfigurationError, ShardwiseError, mi
 from shardwise.options import StaticOffload
 from shardwise.residency import ChunkBytes, Purpose, Residency, divide
 from shardwise.residency import Tier as TierName
-from shardwise.runtime.collectives import all_reduce_scalars
+from shardwise.runtime.agreement import is_true_anywhere
 from shardwise.runtime.dry import is_dry_run
 from shardwise.runtime.mover import Mover
 from shardwise.runtime.state_slices import MASTER, WORKING, StateSlices
@@ -198,8 +198,7 @@ class Homes:
 
 def raise_together(error: ShardwiseError | None, topology: Topology) -> None:
     """Raise on every rank if one has an error. Collectives: one all-reduce of a number per axis."""
-    flag = torch.tensor([float(error is not None)], dtype=torch.float64)
-    if float(all_reduce_scalars(flag, topology.axes, maximum=True)) == 0:
+    if not is_true_anywhere(error is not None, topology):
         return
     raise error or BudgetError(
         mismatch(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch.distributed as dist
 
+import shardwise as sw
 from benchmarks import dry_run
 
 
@@ -19,3 +21,15 @@ def test_a_rank_of_many_is_measured_without_the_others(capsys) -> None:
         assert not dist.is_initialized()
     dry_run.main(["--size", "tiny", "--ranks", "16"])
     assert "gathered, peak" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("to", ["host", "disk"])
+def test_what_would_rest_elsewhere_is_counted_there(to, tmp_path) -> None:
+    place = tmp_path if to == "disk" else None
+    offload = sw.StaticOffload(optimizer=1.0, parameters=1.0, to=to, disk_path=place)
+    shape = dry_run.SHAPES["tiny"]
+    result = dry_run.dry_run(shape, num_ranks=8, sequence=16, offload=offload)
+    share, padding = result.numel / 8, 4096
+    resting = result.held.host if to == "host" else result.held.disk
+    assert 14 * share <= resting <= 14 * share + 7 * padding
+    assert result.held.parameters == result.held.gradients == 0
