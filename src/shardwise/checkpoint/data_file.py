@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardwise.checkpoint.entries import Entry
-    from shardwise.checkpoint.manifest import FileSum
+    from shardwise.checkpoint.hashes import FileSum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

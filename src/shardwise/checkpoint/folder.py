@@ -62,7 +62,7 @@ class Writing:
         Raises:
             CheckpointError: The target holds something that is no checkpoint.
         """
-        _refuse_other_things(target)
+        refuse_other_things(target)
         disk.make_parents(target.parent)
         sweep(target.parent)
         self._lock: int | None
@@ -213,8 +213,12 @@ def _is_named(old: Path, name: str) -> bool:
     return old.with_name(name).exists()
 
 
-def _refuse_other_things(target: Path) -> None:
-    """Refuse to replace what is no checkpoint."""
+def refuse_other_things(target: Path) -> None:
+    """Refuse to replace what is no checkpoint.
+
+    Raises:
+        CheckpointError: The target holds something else.
+    """
     if not target.exists():
         return
     is_checkpoint = (target / MANIFEST).exists() or (target / INDEX).exists()

@@ -28,12 +28,13 @@ from shardwise.optimizer.anatomy import Anatomy, anatomy_of
 from shardwise.optimizer.pieces import is_whole_atom
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
     from shardwise.checkpoint.contents import Contents
     from shardwise.optimizer.binding import Member
+    from shardwise.runtime.managed import ManagedParameter
 
 STATE = f"{OPTIMIZER}state."
 GROUPS = f"{OPTIMIZER}param_groups."
@@ -115,15 +116,18 @@ class OptimizerState:
             if isinstance(value, torch.Tensor)
         ]
 
-    def entries(self, counters: set[str]) -> Iterator[Entry]:
+    def entries(
+        self, counters: set[str], has: Callable[[ManagedParameter | None], bool]
+    ) -> Iterator[Entry]:
         """Yield what this rank holds a part of, and writes.
 
         Args:
             counters: Union of ``counters()`` of all ranks.
+            has: Which members, by their record, have values now; others are passed over.
         """
         for member, state in self._states():
             record = member.record
-            if record is not None and not writes(record):
+            if not has(record) or (record is not None and not writes(record)):
                 continue
             is_first = record is None or record.piece is None or record.piece.parameter_start == 0
             for name, value in state.items():

@@ -13,7 +13,13 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from shardwise.checkpoint.data_file import DataReader, StoredBox, Target
 from shardwise.checkpoint.index import INDEX, Place, read_index
-from shardwise.checkpoint.manifest import MANIFEST, check_file, read_manifest
+from shardwise.checkpoint.manifest import (
+    MANIFEST,
+    check_file,
+    check_length,
+    read_manifest,
+    share_of,
+)
 from shardwise.checkpoint.state import FACTS
 from shardwise.errors import CheckpointError, mismatch
 
@@ -49,9 +55,11 @@ def verify(folder: Path, ranks: Ranks) -> None:
             logger.warning("%s has no %s: it is loaded unverified", folder, MANIFEST)
         return
     files = read_manifest(folder).files
-    by_size = sorted(files, key=lambda name: (-files[name].length_bytes, name))
-    for name in by_size[ranks.rank :: ranks.size]:
-        check_file(folder / name, files[name])
+    if ranks.is_first:  # a file without bytes has no block that somebody would read
+        for name, wanted in files.items():
+            check_length(folder / name, wanted)
+    for name, blocks in share_of(files, ranks.rank, ranks.size).items():
+        check_file(folder / name, files[name], blocks)
 
 
 class Source:

@@ -112,6 +112,11 @@ class OwnSlices:
         resting = self.state if self.has_master else self._working
         return resting is not None and not resting.is_on_host
 
+    @property
+    def is_on_disk(self) -> bool:
+        """True where some slice comes and goes."""
+        return any(r is not None and not r.is_on_host for r in (self._working, self.state))
+
     def fill_own(self, place_S: torch.Tensor) -> torch.Tensor | None:
         """Prepare to send the working slice: return it, or copy it to its place in the chunk."""
         resting = self._working
