@@ -131,7 +131,8 @@ def share_of(files: Mapping[str, FileSum], index: int, total: int) -> dict[str, 
     blocks = [
         (name, number, end - start)
         for name in sorted(files, key=_in_order_of_numbers)
-        for number, (start, end) in enumerate(files[name].spans)
+        for number in range(len(files[name].hashes))
+        for start, end in [files[name].span(number)]
     ]
     total_bytes = sum(length for *_, length in blocks)
     taken: dict[str, list[int]] = {}
@@ -177,7 +178,7 @@ def check_file(path: Path, wanted: FileSum, blocks: Iterable[int] | None = None)
     finally:
         os.close(descriptor)
     if wrong is not None:
-        start, end = wanted.spans[wrong]
+        start, end = wanted.span(wrong)
         expected = f"the content with hash {wanted.hashes[wrong][:12]}... in bytes {start} to {end}"
         raise _damaged(path, expected, "other content")
 
