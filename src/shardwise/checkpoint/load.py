@@ -18,6 +18,7 @@ from shardwise.checkpoint.optimizer_load import Rooms
 from shardwise.checkpoint.optimizer_plan import OptimizerPlan, plan_optimizer
 from shardwise.checkpoint.plan import ModelPlan, Problems, plan_model
 from shardwise.checkpoint.random_state import set_random_state
+from shardwise.checkpoint.ranks import refuse_differences
 from shardwise.checkpoint.source import Source, verify
 from shardwise.checkpoint.state import EXTRA, FACTS, TrainingState
 from shardwise.errors import CheckpointError, mismatch
@@ -67,8 +68,13 @@ def load(
     state = TrainingState(model, optimizer)
     ranks = state.ranks
     settle_all(state.engines, ranks)
-    with ranks.agreed():
+
+    def rest() -> dict[str, object]:
         state.rest("load")
+        return {"an optimizer": state.has_optimizer, "strict": bool(strict)}
+
+    refuse_differences(ranks.exchange(rest))
+    with ranks.agreed():
         folder = Path(os.path.abspath(path))  # noqa: PTH100 - the path itself, links unresolved
     folder = ranks.share(folder)
     with ranks.agreed():
