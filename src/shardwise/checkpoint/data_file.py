@@ -68,6 +68,11 @@ class Target:
     memory: torch.Tensor
 
 
+def file_of(rank: int) -> str:
+    """Return the name of the file that a rank writes, as DCP calls it."""
+    return f"__{rank}_0.distcp"
+
+
 def write_file(path: Path, entries: Iterable[Entry]) -> FileReport:
     """Write entries to a new file, one at a time.
 

@@ -82,7 +82,11 @@ class Writing:
         elif not disk.exchange(draft.folder, target):
             old = draft.beside("old")
             disk.rename(target, old)
-            disk.rename(draft.folder, target)
+            try:
+                disk.rename(draft.folder, target)
+            except OSError:
+                disk.rename(old, target)
+                raise
             disk.flush_folder(target.parent)
             disk.remove_folder(old)
         disk.flush_folder(target.parent)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from shardwise.checkpoint.optimizer_plan import OptimizerPlan, plan_optimizer
 from shardwise.checkpoint.plan import ModelPlan, Problems, plan_model
 from shardwise.checkpoint.random_state import set_random_state
 from shardwise.checkpoint.ranks import refuse_differences
-from shardwise.checkpoint.source import Source, verify
+from shardwise.checkpoint.source import Source, identity, refuse_other, verify
 from shardwise.checkpoint.state import EXTRA, FACTS, TrainingState
 from shardwise.errors import CheckpointError, mismatch
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from shardwise.runtime.chunk import Chunk
 
 
+@torch.inference_mode(False)  # what is made here is changed by training
 @torch.no_grad()
 def load(
     path: str | os.PathLike[str],
@@ -77,8 +79,8 @@ def load(
     with ranks.agreed():
         folder = Path(os.path.abspath(path))  # noqa: PTH100 - the path itself, links unresolved
     folder = ranks.share(folder)
-    with ranks.agreed():
-        verify(folder, ranks)
+    found = ranks.exchange(partial(verify, folder, ranks))
+    refuse_other(folder, found, found[0])
     with ranks.agreed():
         source = Source(folder)
     with closing(source):
@@ -92,9 +94,11 @@ def load(
                 if state.optimizer is None
                 else plan_optimizer(state.optimizer, source, problems)
             )
+            refuse_other(folder, [identity(folder)], found[0])
             _refuse(problems.say(strict=strict), path)
         with ranks.agreed(), _complete(path):
             _apply(state, source, plan, optimizer_plan, facts)
+            refuse_other(folder, [identity(folder)], found[0])
         _announce(state, plan)
         with ranks.agreed(), _complete(path):
             _apply_rest(state, source, plan, facts)

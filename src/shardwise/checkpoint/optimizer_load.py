@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.checkpoint.data_file import file_of
 from shardwise.checkpoint.entries import Part, part_of_whole_atom, parts_of_piece, whole
+from shardwise.checkpoint.state import ABSENT
 from shardwise.optimizer.pieces import is_whole_atom
 
 if TYPE_CHECKING:
@@ -44,6 +46,10 @@ class Rooms:
         self._plan = plan
         self._untouched = frozenset(plan.untouched)
         self._prefers_own = prefers_own
+        absent = state.own_name(ABSENT)
+        self._absent: frozenset[str] = frozenset(
+            source.object(absent) if prefers_own and absent in source.index.names else ()
+        )
         self._held: dict[torch.Tensor, dict[str, Any]] = {}
         """State that was there: its memory is used again, since new memory costs as much."""
         self._taken: set[int] = set()
@@ -81,12 +87,22 @@ class Rooms:
                     continue
                 own = self._kept(member, target)
                 for key, stored in sorted(self._plan.states.get(member, {}).items()):
+                    if member.record is None and self._is_absent(stored):
+                        continue
                     value, boxes = self._make(member, target, (key, stored), options)
                     parts += boxes
                     _put(own, key, value)
                 if own:
                     inner.state[target] = own
         return parts
+
+    def _is_absent(self, stored: str) -> bool:
+        """Return whether this rank lacked a state of a member that every rank holds whole."""
+        has_own = self._state.own_name(stored) in self._source.index.names
+        if not self._prefers_own or has_own:
+            return False
+        # where the first rank lacked it, every rank that had it has written its own
+        return stored in self._absent or self._source.writer_of(stored) != file_of(0)
 
     def _kept(self, member: Member, target: torch.Tensor) -> dict[str, Any]:
         """Return the state of a member that the checkpoint does not know, none of others."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from shardwise.checkpoint.background import Background, PendingSave, settle_all
-from shardwise.checkpoint.data_file import FileReport, write_bytes, write_file
+from shardwise.checkpoint.data_file import FileReport, file_of, write_bytes, write_file
 from shardwise.checkpoint.folder import Writing, next_time_ns, refuse_other_things, retain
 from shardwise.checkpoint.index import INDEX, make_index
 from shardwise.checkpoint.manifest import MANIFEST, Manifest
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.ranks import Ranks
 
 
+@torch.inference_mode(False)  # what is made here is changed by training
 @torch.no_grad()
 def save(
     path: str | os.PathLike[str],
@@ -124,7 +125,7 @@ def _carry_out(ranks: Ranks, target: Path, entries: Iterable[Entry], keep_last: 
         draft = ranks.share(None if writing is None else writing.draft)
         assert draft is not None
         with ranks.agreed():
-            report = write_file(draft.folder / f"__{ranks.rank}_0.distcp", entries)
+            report = write_file(draft.folder / file_of(ranks.rank), entries)
         reports = ranks.collect(report)
         with ranks.agreed():
             if writing is not None:

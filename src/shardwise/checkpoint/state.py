@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.contents import Contents, Named
 from shardwise.checkpoint.data_file import bytes_of
 from shardwise.checkpoint.entries import Entry, Part, Thing, encode, parts_of_piece, whole, writes
 from shardwise.checkpoint.hashes import hash_of
+from shardwise.checkpoint.index import OF_OPTIMIZER
 from shardwise.checkpoint.optimizer_entries import OptimizerState
 from shardwise.checkpoint.random_state import random_state
 from shardwise.checkpoint.ranks import Ranks
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 OURS = "shardwise."
 EXTRA = f"{OURS}extra"
 FACTS = f"{OURS}state"
+ABSENT = "absent"
+"""Names that the first rank has and another lacks, among what every rank holds whole."""
 
 
 class TrainingState:
@@ -72,12 +77,37 @@ class TrainingState:
             for record in engine.records:
                 if _waits(record):
                     raise _busy(what, f"a gradient that waits for a step ({record.name})")
+        self._refuse_foreign()
         for engine in self.engines:
             engine.values.settle()
             engine.reducer.watch()
             engine.values.refresh_changed_masters()
         if self._given is not None:
             self.optimizer = OptimizerState(self._given, self.contents)
+
+    def _refuse_foreign(self) -> None:
+        """Refuse tensors that something else than shardwise has cut, and names that are ours."""
+        for named in self.contents.tensors:
+            name = named.names[0]
+            if named.record is None and isinstance(named.tensor, DTensor):
+                raise CheckpointError(
+                    mismatch(
+                        f"{name!r}",
+                        expected="a plain tensor, or a parameter that shardwise shards",
+                        got=f"a DTensor ({named.tensor.placements})",
+                        fix="save and load such a model by torch.distributed.checkpoint with "
+                        "get_model_state_dict and get_optimizer_state_dict: the folders are alike",
+                    )
+                )
+            if any(one.startswith((*OF_OPTIMIZER, OURS)) for one in named.names):
+                raise CheckpointError(
+                    mismatch(
+                        f"{name!r}",
+                        expected=f"a name that begins with none of {(*OF_OPTIMIZER, OURS)}",
+                        got="one that stands for something else in checkpoints",
+                        fix="rename the module",
+                    )
+                )
 
     def batches(self, *, is_changed: bool) -> Generator[Callable[[ManagedParameter | None], bool]]:
         """Bring the state to hand in batches, one after the other.
@@ -122,7 +152,7 @@ class TrainingState:
         """Return a fingerprint of everything that every rank holds whole."""
         if self.ranks.size == 1:
             return {}
-        return {part.names[0]: _fingerprint(part.tensor) for part in self._whole()}
+        return {entry.names[0]: _fingerprint(entry) for entry in self._whole()}
 
     def entries(
         self,
@@ -138,12 +168,17 @@ class TrainingState:
             things: See ``things``.
         """
         own_prints, first_prints = prints
-        for part in self._whole():
-            name = part.names[0]
+        for entry in self._whole():
+            name = entry.names[0]
             if self.ranks.is_first:
-                yield part
-            elif first_prints.get(name) != own_prints[name]:
-                yield whole((self.own_name(name),), part.tensor)
+                yield entry
+            elif name not in first_prints:  # for other world sizes this is all there is
+                yield replace(entry, names=(*entry.names, self.own_name(name)))
+            elif first_prints[name] != own_prints[name]:
+                yield replace(entry, names=(self.own_name(name),))
+        absent = sorted(first_prints.keys() - own_prints.keys())
+        if absent:
+            yield _thing(self.own_name(ABSENT), absent)
         with closing(self.batches(is_changed=False)) as batches:
             for has in batches:
                 for named in self.contents.parameters:
@@ -173,9 +208,9 @@ class TrainingState:
         empty = torch.empty(named.tensor.shape, dtype=record.chunk.own.update_dtype)
         return [whole(named.names, empty)] if self.ranks.is_first else []
 
-    def _whole(self) -> list[Part]:
+    def _whole(self) -> list[Entry]:
         """Return everything that every rank holds whole."""
-        parts = [whole(named.names, named.tensor) for named in self.contents.left_out]
+        parts: list[Entry] = [whole(n.names, n.tensor) for n in self.contents.left_out]
         return parts if self.optimizer is None else parts + self.optimizer.left_out()
 
     def things(self, extra: dict[str, Any]) -> Iterator[Thing]:
@@ -214,9 +249,11 @@ def _thing(name: str, value: object) -> Thing:
     return Thing(names=(name,), data=encode(name, value))
 
 
-def _fingerprint(tensor: torch.Tensor) -> str:
-    """Return a hash of a tensor's bits."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+def _fingerprint(entry: Entry) -> str:
+    """Return a hash of a tensor's bits, or of an object."""
+    if isinstance(entry, Thing):
+        return hash_of(entry.data)
+    flat = entry.tensor.detach().to("cpu").contiguous().reshape(-1)
     return hash_of(bytes_of(flat))
 
 
