@@ -12,7 +12,7 @@ import torch
 
 from shardwise.checkpoint.data_file import file_of
 from shardwise.checkpoint.entries import Part, part_of_whole_atom, parts_of_piece, whole
-from shardwise.checkpoint.state import ABSENT
+from shardwise.checkpoint.state import ABSENT, own_name
 from shardwise.optimizer.pieces import is_whole_atom
 
 if TYPE_CHECKING:
@@ -101,8 +101,11 @@ class Rooms:
         has_own = self._state.own_name(stored) in self._source.index.names
         if not self._prefers_own or has_own:
             return False
-        # where the first rank lacked it, every rank that had it has written its own
-        return stored in self._absent or self._source.writer_of(stored) != file_of(0)
+        # where the first rank lacked it, every rank that had it has written it as its own too
+        first = self._source.writer_of(stored)
+        others = (r for r in range(1, self._state.ranks.size) if first == file_of(r))
+        is_of_another = any(own_name(rank, stored) in self._source.index.names for rank in others)
+        return stored in self._absent or is_of_another
 
     def _kept(self, member: Member, target: torch.Tensor) -> dict[str, Any]:
         """Return the state of a member that the checkpoint does not know, none of others."""
@@ -123,8 +126,8 @@ class Rooms:
         """Return one entry of the state, and the boxes to fill in it."""
         (key, stored), source, record = name, self._source, member.record
         if record is None and self._prefers_own:
-            own_name = self._state.own_name(stored)
-            stored = own_name if own_name in source.index.names else stored
+            own = self._state.own_name(stored)
+            stored = own if own in source.index.names else stored
         if stored not in source.index.tensors:
             return source.object(stored), []
         known = source.index.tensors[stored]

@@ -34,6 +34,11 @@ ABSENT = "absent"
 """Names that the first rank has and another lacks, among what every rank holds whole."""
 
 
+def own_name(rank: int, name: str) -> str:
+    """Return how a value is called that one rank alone has."""
+    return f"{OURS}rank{rank}.{name}"
+
+
 class TrainingState:
     """What is saved, and where it is loaded to.
 
@@ -190,7 +195,7 @@ class TrainingState:
 
     def own_name(self, name: str) -> str:
         """Return how a value is called that this rank alone has."""
-        return f"{OURS}rank{self.ranks.rank}.{name}"
+        return own_name(self.ranks.rank, name)
 
     def pieces_of(self, named: Named) -> list[Part]:
         """Return the owned boxes of a managed parameter, in the most exact values there are."""
