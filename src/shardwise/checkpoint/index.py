@@ -209,7 +209,8 @@ def _path_of(name: str) -> tuple[str | int, ...]:
     rest = name.removeprefix(OPTIMIZER)
     kind, _, option = rest.partition(".")
     number, _, option = option.partition(".")
-    if kind == "param_groups" and number.isdigit():
+    is_of_list = number.isdigit() and "." not in option  # else a parameter, such as 0.weight
+    if kind == "param_groups" and is_of_list:
         return ("optimizer", kind, int(number), option)
     return ("optimizer", rest)
 
