@@ -7,7 +7,7 @@ agree. Until the rename nothing that was there before is touched.
 from __future__ import annotations
 
 import os
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -132,7 +132,8 @@ def _carry_out(ranks: Ranks, target: Path, entries: Iterable[Entry], keep_last: 
                 _finish(writing, reports, keep_last)
     finally:
         if writing is not None:
-            writing.close()
+            with suppress(OSError):  # the error that led here says more
+                writing.close()
 
 
 def _finish(writing: Writing, reports: list[FileReport], keep_last: int | None) -> None:
