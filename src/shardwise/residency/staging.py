@@ -83,8 +83,13 @@ def bound_staging(
     if uses_disk:
         # One more than the pipeline holds: a fetch that nothing hides, and the way back, share a
         # moment.
-        on_host = _largest([*updates, max(updates, default=0)], 2 * pace.depth + 2)
-        on_host += gradients + _working_in_flight(chunks, pace.prefetch_bytes)
+        passing = [
+            c.update_bytes + c.copy_bytes + c.working_bytes - c.gradient_bytes
+            for c in chunks
+            if c.update_bytes
+        ]
+        on_host = _largest([*passing, max(passing, default=0)], 2 * pace.depth + 2)
+        on_host += _working_in_flight(chunks, pace.prefetch_bytes)
     return Staging(on_accelerator, on_host)
 
 
