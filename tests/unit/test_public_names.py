@@ -5,6 +5,8 @@ from __future__ import annotations
 import shardwise
 
 PUBLIC_NAMES = [
+    "AdaptiveOffload",
+    "Budget",
     "BudgetError",
     "CheckpointError",
     "ConfigurationError",

@@ -23,7 +23,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from shardwise.runtime.chunk import Presence
 from shardwise.runtime.collectives import Channel, slice_of, start_all_gather
 from shardwise.runtime.divergence import explain
-from shardwise.runtime.pool import BufferPool, has_views
+from shardwise.runtime.meter import Holding
+from shardwise.runtime.pool import has_views
 from shardwise.runtime.uses import Segment, UseOrder
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.divergence import Whereabouts
+    from shardwise.runtime.pool import BufferPool
     from shardwise.runtime.topology import Axis
 
 OUTSIDE_BACKWARD = -1
@@ -45,7 +47,7 @@ class Gatherer:
         axis: Axis,
         *,
         whereabouts: Whereabouts,
-        pool: BufferPool | None = None,
+        pool: BufferPool,
         keep_bytes: float = 0,
         prefetch_bytes: int | None = None,
     ) -> None:
@@ -55,7 +57,7 @@ class Gatherer:
             chunks: All of the engine, in order of definition.
             axis: The shard axis.
             whereabouts: Is told what this rank does, for when ranks do not meet.
-            pool: Where buffers come from and go to; default: one of its own.
+            pool: Where buffers come from and go to; its meter is told what they are for.
             keep_bytes: Gathered bytes to keep where two bundles and prefetch are less; may be inf.
             prefetch_bytes: Bytes that may be gathered ahead of their use; default: one bundle.
         """
@@ -64,10 +66,12 @@ class Gatherer:
             by_bundle[chunk.bundle] += chunk.whole_bytes
         sizes = sorted(by_bundle.values(), reverse=True)
         ahead = (sizes[0] if sizes else 0) if prefetch_bytes is None else prefetch_bytes
+        self._bundle_bytes = sizes[0] if sizes else 0
         self.prefetch_bytes = ahead
         self.limit_bytes = max(sum(sizes[:2]) + ahead, keep_bytes)
         """Whole chunks take no more than this, unless pinned ones alone do."""
-        self.rest_bytes = max(sum(sizes[:2]), keep_bytes)
+        self._least_bytes = max(sum(sizes[:2]), keep_bytes)
+        self.rest_bytes = self._least_bytes
         """What stays between forward and backward, when activations take the most."""
         self.keeps = keep_bytes > 0
         """Chunks stay after a forward pass without gradients."""
@@ -83,9 +87,14 @@ class Gatherer:
         self._axis = axis
         self._present: dict[Chunk, None] = {}
         self._by_storage: dict[int, Chunk] = {}
-        self._pool = BufferPool() if pool is None else pool
+        self._pool = pool
         self._is_in_backward = False
         self._is_in_forward = False
+
+    def widen(self, spare_bytes: int) -> None:
+        """Let gathered chunks take more than the two largest bundles: ahead of use, then after."""
+        self.prefetch_bytes = min(self._bundle_bytes, spare_bytes)
+        self.limit_bytes = self.rest_bytes = self._least_bytes + spare_bytes
 
     # ------------------------------------------------------------------ use
 
@@ -128,6 +137,7 @@ class Gatherer:
     def pin(self, chunks: Sequence[Chunk]) -> None:
         """Fetch chunks and keep them until ``unpin``; after an error none is kept."""
         for position, chunk in enumerate(chunks):
+            chunk.note_idle()
             try:
                 self.fetch(chunk)
             except BaseException:
@@ -213,6 +223,7 @@ class Gatherer:
             own_S=chunk.own.fill_own(place_S),
         )
         chunk.expect(buffer_C, works)
+        self._pool.meter.watch(buffer_C, Holding.GATHERED)
         self._by_storage[buffer_C.untyped_storage()._cdata] = chunk
         self._present[chunk] = None
         self.num_gathers += 1
@@ -233,6 +244,7 @@ class Gatherer:
     def _forget(self, chunk: Chunk, buffer_C: torch.Tensor) -> None:
         """Count a chunk as absent."""
         del self._present[chunk]
+        self._pool.meter.watch(buffer_C, Holding.BUFFERS)
         del self._by_storage[buffer_C.untyped_storage()._cdata]
         self.gathered_bytes -= chunk.whole_bytes
 

@@ -91,7 +91,11 @@ class GradientReducer:
         device = topology.device
         axis = topology.shard if topology.shard.group is not None else topology.replicate
         threaded = axis.group is not None and is_pairwise(axis, device)
-        self._executor: Executor = ThreadExecutor() if threaded else LaggedExecutor()
+        self._executor: Executor = LaggedExecutor()
+        if reduction.pool.is_frugal:
+            self._executor = LaggedExecutor(lag=1)
+        elif threaded:
+            self._executor = ThreadExecutor()
         self._hooks = GradientHooks(self._before, self._after)
         self.watch()
 

@@ -46,9 +46,9 @@ class Residence:
             whereabouts=engine.whereabouts,
             pool=engine.pool,
             keep_bytes=options.keep_bytes,
-            prefetch_bytes=options.prefetch_bytes,
+            prefetch_bytes=0 if engine.has_limit else options.prefetch_bytes,
         )
-        views = SavedViews(self.gatherer)
+        views = SavedViews(self.gatherer, engine.meter)
         if before is None:
             self.calls = UnitCalls(engine, self.gatherer, views)
             self.state = WholeState(self)
