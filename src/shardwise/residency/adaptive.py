@@ -247,7 +247,8 @@ class _Row:
             if position < cuts.num_kept:
                 continue
             home = Tier.HOST if position < cuts.num_near else Tier.DISK
-            if not part.is_update or self._chunks[part.chunk].writes_working:
+            chunk = self._chunks[part.chunk]
+            if not part.is_update or (chunk.writes_working and chunk.working_bytes):
                 working[part.chunk] = home
             if part.is_update:
                 update[part.chunk] = home

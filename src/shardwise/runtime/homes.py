@@ -87,6 +87,8 @@ class Plan:
 
     def working(self, index: int) -> TierName:
         """Return where a working slice rests; one that is always whole is on the accelerator."""
+        if not self.shapes[index].is_sliced:
+            return TierName.ACCELERATOR
         return self.residency.home(index, Purpose.WORKING)
 
     def state(self, index: int) -> TierName:
