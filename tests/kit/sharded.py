@@ -110,7 +110,7 @@ def run_step(
 def assert_within_limits(optimizer: sw.ShardedOptimizer) -> None:
     """No tier of an engine with budgets ever held more than its budget."""
     for engine in optimizer._binding.engines():
-        if engine.adaptation is None:
+        if engine.adaptation is None or engine.offload is None:
             continue
         limits, tiers = engine.adaptation.limits, engine.offload.mover.tiers
         disk_bytes = 0 if tiers.disk is None else tiers.disk.peak_bytes

@@ -22,6 +22,7 @@ PUBLIC_NAMES = [
     "full_parameters",
     "latest",
     "load",
+    "memory_report",
     "no_sync",
     "save",
     "shard",

@@ -299,7 +299,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._stepper.step(Factors(divisors, coefficient))
         finally:
             for engine in divisors:
-                engine.settle_moves()
+                engine.end_step()
                 if not engine.options.knows_model:
                     engine.values.settle()
         return loss

@@ -16,6 +16,7 @@ from torch.optim import optimizer as torch_optimizer
 
 from shardwise.optimizer.kinds import STATE_PER_PARAMETER
 from shardwise.optimizer.pieces import shape_piece
+from shardwise.residency import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -145,8 +146,10 @@ class Stepper:
     @staticmethod
     def _publish(chunk: Chunk) -> None:
         """Round the update into the working slice and send it."""
+        engine = chunk.records[0].engine
         chunk.own.refresh_working()
-        chunk.records[0].engine.values.publish(chunk)
+        engine.recorder.note((chunk,), Segment.UPDATE)
+        engine.values.publish(chunk)
 
     @staticmethod
     def _publish_after_error(chunks: Sequence[Chunk], begun: set[Chunk]) -> None:

@@ -70,7 +70,8 @@ class Adaptation:
         """Told, as long as they live, which chunks have slices in other places."""
         self._mover = mover
         self._pace = Pace()
-        self._sizes: list[ChunkBytes] = []
+        self.sizes: list[ChunkBytes] = []
+        """Of all chunks, with the state that there is."""
 
     @property
     def has_limit(self) -> bool:
@@ -80,13 +81,13 @@ class Adaptation:
     def first_plan(self, shapes: Sequence[ChunkShape]) -> Plan:
         """Return homes for new chunks. Raises ``BudgetError`` where nothing fits."""
         cache_bytes = least_cache_bytes(shapes)
-        self._pace = Pace(gather_bytes=cache_bytes)
+        self._pace = Pace(gather_bytes=cache_bytes, holds_gradients=False)
         self.needs = Needs(
             resident_bytes=sum(shape.whole_bytes for shape in shapes if not shape.is_sliced),
             gather_bytes=cache_bytes,
         )
-        self._sizes = [shape.sizes(0) for shape in shapes]
-        return self._make_plan(shapes, self._sizes, self.needs)
+        self.sizes = [shape.sizes(0) for shape in shapes]
+        return self._make_plan(shapes, self.sizes, self.needs)
 
     def adopt(self, plan: Plan) -> None:
         """Take the first plan as what is."""
@@ -105,7 +106,7 @@ class Adaptation:
             BudgetError: There is no room, on all ranks alike; nothing was changed.
         """
         sizes = self._measure_sizes(engine, added_bytes)
-        if sizes != self._sizes:
+        if sizes != self.sizes:
             self._change(engine, sizes, self.needs)
 
     def before_update(self, engine: Engine) -> None:
@@ -125,7 +126,7 @@ class Adaptation:
         needs, sizes = self.needs, self._measure_sizes(engine, {})
         if known_bytes is None or lean_bytes > known_bytes:
             needs = Needs(activation_bytes=lean_bytes)
-        if needs is self.needs and sizes == self._sizes:
+        if needs is self.needs and sizes == self.sizes:
             return
         if known_bytes is not None and peak_bytes > self.limits.accelerator_bytes:
             logger.warning(
@@ -141,7 +142,7 @@ class Adaptation:
         plan = self._make_plan(self._shapes_of(engine), sizes, needs)
         engine.values.settle()
         self._carry_out(engine, plan)
-        self.plan, self._sizes, self.needs = plan, sizes, needs
+        self.plan, self.sizes, self.needs = plan, sizes, needs
         spare = spare_bytes(sizes, plan.residency, limits=self.limits, needs=needs, pace=self._pace)
         if engine.residence is not None and needs.activation_bytes is not None:
             engine.residence.gatherer.widen(max(0, spare or 0))

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigurationError
+from shardwise.residency import Segment
 from shardwise.runtime import refusals
 from shardwise.runtime.absent import describing
 from shardwise.runtime.build import (
@@ -37,6 +38,7 @@ from shardwise.runtime.managed import ATTRIBUTE, ManagedParameter, record_of
 from shardwise.runtime.meter import Holding, Meter
 from shardwise.runtime.offload import describe, open_offload
 from shardwise.runtime.pool import BufferPool
+from shardwise.runtime.recorder import Recorder
 from shardwise.runtime.reducer import OUTSIDE_BACKWARD, UNSCALED, GradientReducer
 from shardwise.runtime.reduction import Reduction
 from shardwise.runtime.residence import Residence
@@ -111,6 +113,7 @@ class Engine:
             record.is_counted = is_counted(record.parameter, parallel)
         self.whereabouts = Whereabouts(topology.shard)
         self.meter = Meter(topology.device, is_on=self.adaptation is not None)
+        self.recorder = Recorder(self.meter)
         self.pool = BufferPool(self.meter, is_frugal=self.has_limit)
         self.residence: Residence | None = None
         """What brings and releases chunks; None where all are resident."""
@@ -165,6 +168,8 @@ class Engine:
         )
         if self.residence is not None:
             reducer.on_end = self.residence.gatherer.end_backward
+        else:
+            reducer.on_send = partial(_note_backward, self.recorder)
         reducer.on_weighted = partial(_weigh_with_nothing, weakref.ref(self))
         return reducer
 
@@ -351,6 +356,12 @@ class Engine:
         """What moves slices between tiers; None where homes are fixed."""
         return None if self.offload is None else self.offload.adaptation
 
+    def end_step(self) -> None:
+        """Wait for moves, and take what was recorded as one step."""
+        self.settle_moves()
+        if self.adaptation is not None:
+            self.recorder.end_step(self.adaptation.sizes)
+
     def settle_moves(self) -> None:
         """Wait until all that was changed is where it rests.
 
@@ -364,6 +375,11 @@ class Engine:
         """Return what the optimizer updates, whole. Collectives: one all-gather."""
         with chunk.own.at_hand(is_changed=False):
             return self.gather(chunk, chunk.own.update_S)
+
+
+def _note_backward(recorder: Recorder, chunk: Chunk) -> None:
+    """Record that a chunk's backward pass is over."""
+    recorder.note((chunk,), Segment.BACKWARD)
 
 
 def _weigh_with_nothing(engine: weakref.ref[Engine]) -> None:

@@ -20,12 +20,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from shardwise.residency import Segment
 from shardwise.runtime.chunk import Presence
 from shardwise.runtime.collectives import Channel, slice_of, start_all_gather
 from shardwise.runtime.divergence import explain
 from shardwise.runtime.meter import Holding
 from shardwise.runtime.pool import has_views
-from shardwise.runtime.uses import Segment, UseOrder
+from shardwise.runtime.uses import UseOrder
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.divergence import Whereabouts
     from shardwise.runtime.pool import BufferPool
-    from shardwise.runtime.topology import Axis
+    from shardwise.runtime.recorder import Recorder
 
 OUTSIDE_BACKWARD = -1
 
@@ -44,10 +45,10 @@ class Gatherer:
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        axis: Axis,
         *,
         whereabouts: Whereabouts,
         pool: BufferPool,
+        recorder: Recorder,
         keep_bytes: float = 0,
         prefetch_bytes: int | None = None,
     ) -> None:
@@ -55,8 +56,8 @@ class Gatherer:
 
         Args:
             chunks: All of the engine, in order of definition.
-            axis: The shard axis.
-            whereabouts: Is told what this rank does, for when ranks do not meet.
+            whereabouts: Is told what this rank does, for when the ranks of its axis do not meet.
+            recorder: Is told of every use.
             pool: Where buffers come from and go to; its meter is told what they are for.
             keep_bytes: Gathered bytes to keep where two bundles and prefetch are less; may be inf.
             prefetch_bytes: Bytes that may be gathered ahead of their use; default: one bundle.
@@ -84,10 +85,11 @@ class Gatherer:
         self.num_gathers = 0
         self._chunks = list(chunks)
         self._whereabouts = whereabouts
-        self._axis = axis
+        self._axis = whereabouts.axis
         self._present: dict[Chunk, None] = {}
         self._by_storage: dict[int, Chunk] = {}
         self._pool = pool
+        self._recorder = recorder
         self._is_in_backward = False
         self._is_in_forward = False
 
@@ -111,6 +113,7 @@ class Gatherer:
             self.order.begin(Segment.BACKWARD)
         if in_backward or self._is_in_forward:
             self.order.note(chunk)
+            self._recorder.note((chunk,), self.order.segment)
         chunk.num_pins += 1
         try:
             with _plainly():

@@ -80,6 +80,8 @@ class GradientReducer:
         """Called when a pass that some rank has weighted is completed here."""
         self.on_end: Callable[[], None] = lambda: None
         """Called at the end of every backward pass, reduced or not."""
+        self.on_send: Callable[[Chunk], None] = lambda chunk: None
+        """Called when all gradients of a chunk are there."""
         self._leaves_stand_ins = leaves_stand_ins
         self._intake = GradientIntake(reduction, leaves_stand_ins=leaves_stand_ins)
         self._whereabouts = whereabouts
@@ -212,6 +214,7 @@ class GradientReducer:
     def _send(self, chunk: Chunk) -> None:
         """Start the reduction of one chunk."""
         chunk.is_sent = True
+        self.on_send(chunk)
         self._executor.submit(self.reduction.start(chunk))
 
     # ------------------------------------------------------------------ the end of it

@@ -42,9 +42,9 @@ class Residence:
         self.whereabouts = engine.whereabouts
         self.gatherer = Gatherer(
             engine.chunks,
-            engine.topology.shard,
             whereabouts=engine.whereabouts,
             pool=engine.pool,
+            recorder=engine.recorder,
             keep_bytes=options.keep_bytes,
             prefetch_bytes=0 if engine.has_limit else options.prefetch_bytes,
         )

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwise.residency import Segment
 from shardwise.runtime.activations import SavedTensorWatch
 from shardwise.runtime.containers import cast_floating, map_tensors
 from shardwise.runtime.hooks import Hook
@@ -46,6 +47,8 @@ class RootHooks:
         if with_grad:
             engine.refuse_stale_forward()
             engine.reducer.watch()
+            if engine.residence is None:
+                engine.recorder.note(engine.chunks, Segment.FORWARD)
         if engine.values.are_in_flight and (not with_grad or _is_compiled(module)):
             engine.values.settle()
         precision = engine.precision
