@@ -46,7 +46,9 @@ class RootHooks:
         with_grad = torch.is_grad_enabled()
         if with_grad:
             engine.refuse_stale_forward()
-            engine.reducer.watch()
+            is_more_trained = engine.reducer.watch()
+            if is_more_trained and engine.adaptation is not None:
+                engine.adaptation.start_over(engine)
             if engine.residence is None:
                 engine.recorder.note(engine.chunks, Segment.FORWARD)
         if engine.values.are_in_flight and (not with_grad or _is_compiled(module)):
@@ -78,6 +80,7 @@ class RootHooks:
         """Call back when a gradient reaches this output."""
         if tensor.requires_grad and not tensor.is_leaf and not _is_transformed(tensor):
             tensor.register_hook(self._note)
+            self._engine.meter.watch_saved(tensor)
         return tensor
 
     def _note(self, grad: torch.Tensor) -> None:
