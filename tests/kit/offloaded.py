@@ -39,7 +39,8 @@ def offload_everything(*, seed: int = 0) -> None:
 
     real = runtime_offload.check_offload
     for name in ("shardwise.shard", "shardwise.optimizer.setup"):
-        sys.modules[name].check_offload = check
+        module: Any = sys.modules[name]
+        module.check_offload = check
     runtime_offload.open_tiers = partial(_open_hostile, seed=seed)
 
 
