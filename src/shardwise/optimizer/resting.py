@@ -56,6 +56,15 @@ class RestingState:
         Collectives: an agreement per engine whose state rests elsewhere.
         """
         self._plan(groups, engines)
+        self._add_foretold(groups, engines)
+        for engine in engines:
+            if engine.adaptation is not None:
+                engine.adaptation.note_slices(engine)
+
+    def _add_foretold(
+        self, groups: Sequence[Sequence[ManagedParameter]], engines: Sequence[Engine]
+    ) -> None:
+        """Add slices for the state that can be foretold: on all ranks, or on none."""
         added: list[tuple[StateSlices, str]] = []
         error: BudgetError | None = None
         try:
