@@ -22,3 +22,32 @@ STATE_PER_PARAMETER: frozenset[type[torch.optim.Optimizer]] = frozenset(
     }
 )
 """Updates of one parameter depend on no other: they may run chunk by chunk."""
+
+_NO_BEHAVIOUR = frozenset(
+    {"__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__firstlineno__"}
+    | {"__static_attributes__"}
+)
+
+
+def has_state_per_parameter(kind: type[torch.optim.Optimizer]) -> bool:
+    """Return whether a class updates as one above: it is one, or adds a constructor alone."""
+    for base in kind.__mro__:
+        if base in STATE_PER_PARAMETER:
+            return True
+        added = vars(base).keys() - _NO_BEHAVIOUR
+        if added - {"step"} or ("step" in added and not _is_inherited(base)):
+            return False
+    return False
+
+
+def _is_inherited(kind: type) -> bool:
+    """Return whether ``step`` is that of the parent, which torch has put hooks around.
+
+    Torch does so in the class of the first instance that it makes.
+    """
+    own, parent = vars(kind)["step"], getattr(kind.__base__, "step", None)
+    inner = getattr(own, "__wrapped__", None)
+    return getattr(own, "hooked", False) and inner in (
+        parent,
+        getattr(parent, "__wrapped__", None),
+    )
