@@ -125,6 +125,8 @@ class Policy:
             return replace(preset, offload=AdaptiveOffload(self.budget))
         if self.const_bytes is not None:
             return replace(preset, keep_bytes=self.const_bytes)
+        if self.fractions is not None and self.fractions.shard == 0:
+            return replace(preset, keep_bytes=None)  # all of them, however they are padded
         return preset
 
 
