@@ -14,6 +14,7 @@ from shardwise.compat.colossalai.data_parallel import IGNORED
 from shardwise.errors import ConfigurationError, mismatch
 from shardwise.layout import search_chunk_size
 from shardwise.runtime.managed import local_part
+from shardwise.runtime.materialise import device_for
 from shardwise.runtime.topology import launch
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def search_chunk_configuration(  # noqa: PLR0913 - the signature that scripts we
                 fix="pass the size of a hidden state as interval",
             )
         )
-    num_ranks = _num_ranks(parameters, process_group)
+    num_ranks = num_ranks_of(model, process_group)
     if sum(numels) < least_numel:
         return {num_ranks: {"chunk_size": sum(numels), "keep_gathered": True}}, 0
     chunk_numel, waste_numel = search_chunk_size(
@@ -135,7 +136,7 @@ def _in_order(model: nn.Module, memstats: MemStats | None) -> Sequence[nn.Parame
     return list(dict.fromkeys([*used, *own]))
 
 
-def _num_ranks(parameters: Sequence[nn.Parameter], group: dist.ProcessGroup | None) -> int:
-    """Return how many ranks train together."""
-    launch(parameters[0].device)
+def num_ranks_of(model: nn.Module, group: dist.ProcessGroup | None) -> int:
+    """Return how many ranks train a module together."""
+    launch(device_for(model, None))
     return dist.get_world_size(group) if dist.is_initialized() else 1

@@ -77,12 +77,14 @@ class _Watch(TorchFunctionMode):
         """Run an operator; note it if its result depends on a watched parameter."""
         given = kwargs or {}
         used = self._recorder.used_by((args, given))
-        if not used or getattr(func, "__name__", "__").startswith("__"):
-            return func(*args, **given)
         result = func(*args, **given)
+        if not used:
+            return result
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         nodes = list(dict.fromkeys(t.grad_fn for t in outputs if t.grad_fn is not None))
-        if nodes or not (torch.is_grad_enabled() or _are_views(outputs, used)):
+        is_attribute = getattr(func, "__name__", "__get__").startswith("__")
+        is_plain = not (torch.is_grad_enabled() or is_attribute or _are_views(outputs, used))
+        if nodes or is_plain:
             self._recorder.note(used)
         for node in nodes[:1]:
             node.register_prehook(partial(self._recorder.note, used))

@@ -13,11 +13,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shardwise.compat.colossalai.chunk_search import num_ranks_of
 from shardwise.compat.colossalai.data_parallel import IGNORED, ColoDDP
 from shardwise.compat.colossalai.gemini_manager import GRADIENT_STAGE, GeminiManager, Sharding
 from shardwise.compat.colossalai.groups import mesh_of
@@ -31,12 +31,14 @@ from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
 from shardwise.optimizer.arguments import check_loss
 from shardwise.options import LossScale, MixedPrecision
 from shardwise.runtime.materialise import device_for
-from shardwise.runtime.topology import PARAMETER_STAGE, launch
+from shardwise.runtime.topology import PARAMETER_STAGE
 from shardwise.shard import engine_of, shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
     from contextlib import AbstractContextManager
+
+    import torch.distributed as dist
 
     from shardwise.compat.colossalai.chunk_manager import ChunkManager
     from shardwise.options import AdaptiveOffload, StaticOffload
@@ -314,11 +316,10 @@ def _managed(
                     fix="drop it, or pass gemini_manager=None",
                 )
             )
-    launch(device_for(module, None))
     how = manager.sharding(
         [p for p in module.parameters() if not getattr(p, IGNORED, False)],
         dtype=dtype,
-        num_ranks=dist.get_world_size(group) if dist.is_initialized() else 1,
+        num_ranks=num_ranks_of(module, group),
     )
     if given.stage != PARAMETER_STAGE:
         how = manager.whole(how)
