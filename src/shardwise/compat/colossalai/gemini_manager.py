@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
+
 from shardwise.compat.colossalai.memory_tracer import UseRecorder
 from shardwise.compat.colossalai.policies import PlacementPolicyFactory, make_policy
 from shardwise.errors import ConfigurationError, mismatch
@@ -19,7 +21,6 @@ from shardwise.runtime.topology import PARAMETER_STAGE
 if TYPE_CHECKING:
     from collections.abc import Generator, Sequence
 
-    import torch
     from torch import nn
 
     from shardwise.compat.colossalai.chunk_manager import ChunkManager
@@ -169,9 +170,10 @@ class GeminiManager:
 
     @contextmanager
     def watching(self, *, is_backward: bool = False) -> Generator[None]:
-        """Record the first pass; its backward ends the warm-up."""
+        """Record the first pass that trains; its backward ends the warm-up."""
         recorder = self._recorder
-        if recorder is None or recorder.has_ended:
+        is_training = is_backward or torch.is_grad_enabled()
+        if recorder is None or recorder.has_ended or not is_training:
             yield
             return
         with recorder.watching():

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.compat.colossalai.memstats import MemStats
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterable, Sequence
+    from collections.abc import Callable, Generator, Iterable, MutableMapping, Sequence
 
 
 class UseRecorder:
@@ -32,7 +33,8 @@ class UseRecorder:
         self.memstats = MemStats()
         self.has_ended = False
         """True stops all recording, also that of graphs that still exist."""
-        self._watched = frozenset(parameters)
+        self._watched: MutableMapping[nn.Parameter, None] = WeakTensorKeyDictionary()
+        self._watched.update(dict.fromkeys(parameters))
         self._model_bytes = model_bytes
 
     @contextmanager

@@ -2,17 +2,20 @@
 
 A *step* here is one operator that takes parameters, in forward and again in backward: the words of
 that library. The engine plans with a trace of chunks of its own; these statistics are for who looks
-at them, and for the order in which ``search_chunk_configuration`` fills chunks.
+at them, and for the order in which ``search_chunk_configuration`` fills chunks. They keep no
+parameter alive: through it they would keep all chunks of its model.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.errors import ShardwiseError, mismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, MutableMapping, Sequence
 
     from torch import nn
 
@@ -21,20 +24,21 @@ class OrderedParamGenerator:
     """Parameters in order of their first visit.
 
     Example:
+        >>> model = nn.Linear(2, 1)
         >>> order = OrderedParamGenerator()
-        >>> order.append("b"), order.append("a"), order.append("b")
-        (None, None, None)
-        >>> list(order.generate())
-        ['b', 'a']
+        >>> for parameter in (model.bias, model.weight, model.bias):
+        ...     order.append(parameter)
+        >>> [tuple(parameter.shape) for parameter in order.generate()]
+        [(1,), (1, 2)]
     """
 
     def __init__(self) -> None:
         """Have seen nothing."""
-        self._seen: dict[Any, None] = {}
+        self._seen: MutableMapping[nn.Parameter, None] = WeakTensorKeyDictionary()
 
     def append(self, param: nn.Parameter) -> None:
         """Visit a parameter."""
-        self._seen.setdefault(param)
+        self._seen.setdefault(param, None)
 
     def generate(self) -> Iterator[nn.Parameter]:
         """Yield each parameter once."""
@@ -42,7 +46,7 @@ class OrderedParamGenerator:
 
     def is_empty(self) -> bool:
         """Return whether nothing was visited."""
-        return not self._seen
+        return not len(self._seen)
 
     def clear(self) -> None:
         """Forget all visits."""
@@ -58,7 +62,7 @@ class MemStats:
     def __init__(self) -> None:
         """Have seen nothing."""
         self._order = OrderedParamGenerator()
-        self._steps_of: dict[nn.Parameter, list[int]] = {}
+        self._steps_of: MutableMapping[nn.Parameter, list[int]] = WeakTensorKeyDictionary()
         self._non_model_bytes: list[int] = []
         self._overall_bytes: list[int] = []
 
