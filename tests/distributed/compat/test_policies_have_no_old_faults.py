@@ -217,6 +217,24 @@ def test_ignored_parameters_stay_with_their_rank() -> None:
         assert torch.equal(plain[0].weight, mine), policy
 
 
+@pytest.mark.world_size(1, 2, 3)
+def test_modules_without_values_get_them_chunk_by_chunk(world_size: int) -> None:
+    """A model need not fit into a rank before it is wrapped."""
+    case = CASES["gpt-untied"]
+    for policy in POLICIES:
+        with torch.device("meta"):
+            module = case.build()
+        module.position = nn.Parameter(torch.zeros(module.position.shape))  # no initialiser
+        configuration, _ = search_chunk_configuration(module, 0, 4, min_chunk_size_mb=0)
+        settings = {name: value for name, value in policy.items() if name != "policy"}
+        manager = GeminiManager(policy["policy"], ChunkManager(configuration), **settings)
+        torch.manual_seed(0)
+        model = ZeroDDP(module, manager, mixed_precision=torch.bfloat16)
+        optimizer = GeminiAdamOptimizer(model, lr=1e-2)
+        losses = [take_step(model, optimizer, case, 0) for _ in range(4)]
+        assert losses[-1] < losses[0], policy
+
+
 @pytest.mark.world_size(4, timeout_s=60)
 def test_split_models_are_searched_and_trained_over_the_data_axis() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -279,3 +297,11 @@ def test_disk_is_chosen_where_the_model_is_wrapped(tmp_path) -> None:
     numel = sum(p.numel() for p in model.parameters()) / dist.get_world_size()
     held = held_bytes(model.module, optimizer._sharded)
     assert held.disk == pytest.approx(6 * numel, rel=0.25)
+    engine = model.module.__dict__["_shardwise"]
+    host = engine.offload.mover.tiers.host
+    optimizer.backward(case.loss(model))
+    gradients = host.allocated_bytes
+    host.reset_peak()
+    optimizer.step()
+    largest = max(chunk.own.numel for chunk in engine.chunks)
+    assert host.peak_bytes <= gradients + 3 * 12 * largest, "chunk by chunk"

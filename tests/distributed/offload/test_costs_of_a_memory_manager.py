@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise as sw
 from shardwise.runtime import offload as runtime_offload
 from shardwise.runtime.own_slices import OwnSlices
+from shardwise.runtime.reduction import Reduction
 from shardwise.runtime.state_slices import StateSlices
 from shardwise.tiers import Copier, HostTier, Tiers, WorkerScheduler
 from shardwise.tiers.memory import AcceleratorTier
@@ -172,7 +173,14 @@ def test_backward_waits_for_no_value_of_a_chunk(stage: int) -> None:
             model, optimizer, _ = build(stage, num_layers, mixed_precision=half, offload=offload)
             train(model, optimizer)
             loss = model(torch.ones(2, WIDTH)).float().square().mean()
-            with Reads() as reads:
+            reads, end = Reads(), Reduction._end
+
+            def watched(*args: Any, reads: Reads = reads, end: Any = end) -> None:
+                with reads:  # a thread of its own ends reductions
+                    end(*args)
+
+            with pytest.MonkeyPatch.context() as patch, reads:
+                patch.setattr(Reduction, "_end", watched)
                 optimizer.backward(loss)
             counts.append(reads.num_reads)
         assert counts[0] == counts[1] <= 3, (offload, counts)

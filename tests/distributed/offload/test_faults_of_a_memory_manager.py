@@ -135,16 +135,19 @@ def test_a_half_sum_beyond_its_range_has_a_mean_within(world_size: int, tmp_path
 
 
 class Sandwich(nn.Module):
-    """Six blocks, run through twice: what was used first is needed again before what came last."""
+    """Six blocks, run through twice: what was used first is needed again before what came last.
+
+    Evaluated, it runs through them once and backwards.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(16, 16) for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            for block in self.blocks:
-                x = torch.tanh(block(x))
+        blocks = [*self.blocks, *self.blocks] if self.training else reversed(self.blocks)
+        for block in blocks:
+            x = torch.tanh(block(x))
         return x
 
 
@@ -209,7 +212,8 @@ def test_evaluations_in_between_shift_no_decision(is_offloaded: bool) -> None:
             counts.setdefault(evaluates, []).append((gatherer.num_gathers, gatherer.peak_bytes))
             for _ in range(step if evaluates else 0):
                 with torch.no_grad():
-                    wave(pair.model, 0)
+                    wave(pair.model.eval(), 0)
+                pair.model.train()
     assert counts[True][2:] == counts[False][2:]
 
 

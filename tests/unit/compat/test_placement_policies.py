@@ -49,7 +49,7 @@ def sharding(policy: str, *, keep_gathered: bool = False, **settings: Any) -> Sh
         ("static", {"shard_param_frac": 0.75}, None, 50),
         ("static", {"offload_param_frac": 0.5}, StaticOffload(parameters=0.5), True),
         ("static", {"offload_optim_frac": 0.5}, StaticOffload(optimizer=0.5), True),
-        ("auto", {}, AdaptiveOffload(Budget(accelerator="90.000000%")), True),
+        ("auto", {}, AdaptiveOffload(Budget(accelerator="90%")), True),
         (
             "auto",
             {"budget": Budget(accelerator="1GiB", host="2GiB")},
@@ -78,8 +78,11 @@ def test_ratios_are_set_for_the_managers_that_follow(monkeypatch: pytest.MonkeyP
     AutoPlacementPolicy.set_steady_cuda_cap_ratio(0.5)
     AutoPlacementPolicy.set_warmup_non_model_data_ratio(0.7)
     ConstPlacementPolicy.set_const_memory_boundary(3)
-    assert sharding("auto").offload == AdaptiveOffload(Budget(accelerator="50.000000%"))
+    assert sharding("auto").offload == AdaptiveOffload(Budget(accelerator="50%"))
     assert sharding("const").reshard_after_forward == 3 * 2**20
+    AutoPlacementPolicy.set_steady_cuda_cap_ratio(0.123)
+    assert sharding("auto").offload == AdaptiveOffload(Budget(accelerator="12.3%"))
+    AutoPlacementPolicy.set_steady_cuda_cap_ratio(0.5)
     made_earlier = before.sharding([], dtype=None, num_ranks=2)
     assert made_earlier.reshard_after_forward == 512 * 2**20
     for ratio in (0, 1.5, "half"):
@@ -91,7 +94,7 @@ def test_ratios_are_set_for_the_managers_that_follow(monkeypatch: pytest.MonkeyP
                 setter(ratio)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="set_const_memory_boundary"):
         ConstPlacementPolicy.set_const_memory_boundary(0)
-    assert sharding("auto").offload == AdaptiveOffload(Budget(accelerator="50.000000%"))
+    assert sharding("auto").offload == AdaptiveOffload(Budget(accelerator="50%"))
 
 
 def test_names_and_default_devices() -> None:

@@ -40,7 +40,8 @@ class AutoPlacementPolicy:
     @staticmethod
     def budget() -> Budget:
         """Return the budget that managers get by default."""
-        return Budget(accelerator=f"{round(100 * AutoPlacementPolicy._cap_ratio, 6):f}%")
+        percent = f"{100 * AutoPlacementPolicy._cap_ratio:.6f}".rstrip("0").rstrip(".")
+        return Budget(accelerator=f"{percent}%")
 
 
 class ConstPlacementPolicy:
