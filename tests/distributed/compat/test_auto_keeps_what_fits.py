@@ -64,7 +64,7 @@ def test_every_budget_is_bit_equal(world_size: int, keep_gathered: bool) -> None
             check(CASES[name], manager, what=f"{budget}, {keep_gathered}, {name}")
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(1, 2, timeout_s=60)
 def test_an_empty_accelerator_keeps_everything_whatever_the_margin(world_size: int) -> None:
     """Also with a ratio of 0, which once meant that all state is updated on the host."""
     for ratio in (0.0, 0.5, 1.0):
@@ -75,7 +75,7 @@ def test_an_empty_accelerator_keeps_everything_whatever_the_margin(world_size: i
         assert host_bytes(model) == 0, ratio
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(1, 2, timeout_s=60)
 def test_what_does_not_fit_rests_in_host_memory(world_size: int) -> None:
     model, optimizer = build(CASES["gpt"].build, manager=auto(tight("gpt")))
     for step in range(3):
@@ -86,7 +86,7 @@ def test_what_does_not_fit_rests_in_host_memory(world_size: int) -> None:
     assert model.chunk_manager.total_mem["cuda"] <= size
 
 
-@pytest.mark.world_size(2)
+@pytest.mark.world_size(2, timeout_s=60)
 def test_a_budget_that_nothing_fits_into_is_refused_before_the_module_is_changed() -> None:
     torch.manual_seed(0)
     plain = CASES["gpt"].build()
@@ -96,7 +96,7 @@ def test_a_budget_that_nothing_fits_into_is_refused_before_the_module_is_changed
     assert_bit_equal(dict(plain.named_parameters()), before)
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(1, 2, timeout_s=60)
 def test_evaluation_at_any_time_changes_no_later_step(world_size: int) -> None:
     case, dtype = CASES["gpt"], torch.bfloat16
     options = OracleOptions(world_size=world_size, param_dtype=dtype)
@@ -120,7 +120,7 @@ def test_evaluation_at_any_time_changes_no_later_step(world_size: int) -> None:
         check(case, auto(budget), what=str(budget), between=evaluate)
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(1, 2, timeout_s=60)
 def test_state_continues_under_another_budget(world_size: int) -> None:
     case = CASES["gpt"]
     reference = build(case.build, manager=manager_of("cuda"))
@@ -142,7 +142,7 @@ def test_state_continues_under_another_budget(world_size: int) -> None:
         assert_bit_equal(exact(model), exact(reference[0]), what=str(budget))
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(1, 2, timeout_s=60)
 def test_clipping_is_that_of_the_run_without(world_size: int) -> None:
     case, found = CASES["gpt"], []
     for manager in (manager_of("cuda", chunk_numel=1000), auto(ROOMY), auto(tight("gpt"))):
@@ -155,7 +155,7 @@ def test_clipping_is_that_of_the_run_without(world_size: int) -> None:
         assert_bit_equal(values, found[0])
 
 
-@pytest.mark.world_size(1, 2, 4)
+@pytest.mark.world_size(1, 2, 4, timeout_s=60)
 def test_statistics_of_the_first_pass_are_those_of_a_plain_one(world_size: int) -> None:
     for name in ("gpt", "gpt-reentrant", "mlp", "lstm"):
         plain, expected = traced(name)

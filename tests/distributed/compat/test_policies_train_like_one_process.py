@@ -35,7 +35,7 @@ def test_every_policy_is_bit_equal(world_size: int, keep_gathered: bool) -> None
             check(CASES[name], manager, what=f"{policy}, {keep_gathered}, {name}")
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(1, 2, timeout_s=60)
 def test_every_dtype_and_model_is_bit_equal(world_size: int) -> None:
     for policy in POLICIES[:3]:
         for name in ("mlp", "conv", "lstm", "odd-shapes"):
@@ -45,7 +45,7 @@ def test_every_dtype_and_model_is_bit_equal(world_size: int) -> None:
             check(CASES["gpt"], manager, what=f"{policy}, {dtype}", dtype=dtype)
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(1, 2, timeout_s=60)
 def test_bytes_lie_where_the_policy_says(world_size: int) -> None:
     """14 bytes a parameter and rank: 2 of the working slice, 12 of masters and moments."""
     for policy in POLICIES:
@@ -64,7 +64,7 @@ def test_bytes_lie_where_the_policy_says(world_size: int) -> None:
         assert 14 * numel <= total["cpu"] + total["cuda"] <= 14.8 * numel + 2000, (policy, total)
 
 
-@pytest.mark.world_size(2)
+@pytest.mark.world_size(2, timeout_s=60)
 def test_kept_chunks_are_whole_and_their_state_is_not() -> None:
     model, optimizer = build(CASES["gpt"].build, manager=manager_of("cpu", keep_gathered=True))
     take_step(model, optimizer, CASES["gpt"], 0)
@@ -74,7 +74,7 @@ def test_kept_chunks_are_whole_and_their_state_is_not() -> None:
     assert 6 * numel <= total["cpu"] <= 6.3 * numel
 
 
-@pytest.mark.world_size(2, 3)
+@pytest.mark.world_size(2, 3, timeout_s=60)
 def test_gathered_bytes_stay_below_what_the_policy_allows(world_size: int) -> None:
     """ "cuda" gathers in forward alone; "cpu" holds no more than is in use or coming next."""
     for policy, num_gathers, has_all in (
@@ -83,7 +83,7 @@ def test_gathered_bytes_stay_below_what_the_policy_allows(world_size: int) -> No
         ({"policy": "const"}, 1, True),  # all is less than 512 MiB
         ({"policy": "cpu"}, 2, False),
     ):
-        case = gpt_case("deep", TinyGPTConfig(num_blocks=8))
+        case = gpt_case("deep", TinyGPTConfig(num_blocks=5))
         model, optimizer = build(case.build, manager=manager_of(**policy, chunk_numel=1000))
         for step in range(2):
             take_step(model, optimizer, case, step)
@@ -101,7 +101,7 @@ def test_gathered_bytes_stay_below_what_the_policy_allows(world_size: int) -> No
         )
 
 
-@pytest.mark.world_size(1, 2, 3)
+@pytest.mark.world_size(1, 2, 3, timeout_s=60)
 def test_evaluation_is_possible_at_any_time(world_size: int) -> None:
     """Before the first step, between steps, and between backward and step."""
     case, dtype = CASES["gpt"], torch.bfloat16
@@ -133,7 +133,7 @@ def test_evaluation_is_possible_at_any_time(world_size: int) -> None:
             assert len(calls) == 6
 
 
-@pytest.mark.world_size(1, 2, 3)
+@pytest.mark.world_size(1, 2, 3, timeout_s=60)
 def test_state_travels_between_policies(world_size: int) -> None:
     """Model and optimizer state of any policy continue under any other, to the bit."""
     case = CASES["gpt"]
@@ -158,7 +158,7 @@ def test_state_travels_between_policies(world_size: int) -> None:
             assert_bit_equal(exact(model), expected, what=f"{policy}, {keep_gathered}")
 
 
-@pytest.mark.world_size(2)
+@pytest.mark.world_size(2, timeout_s=60)
 def test_state_of_plain_torch_is_taken_and_given() -> None:
     case = CASES["gpt-untied"]
     model, optimizer = build(case.build, manager=manager_of("cpu"), dtype=None)
@@ -183,7 +183,7 @@ def optimizer_of(model: ZeroDDP, theirs: torch.optim.Optimizer) -> GeminiAdamOpt
     return optimizer
 
 
-@pytest.mark.world_size(1, 2, 3)
+@pytest.mark.world_size(1, 2, 3, timeout_s=60)
 def test_the_one_call_faces_are_the_same(world_size: int) -> None:
     """`GeminiDDP` searches by itself; `GeminiAdamOptimizer` makes the optimizer."""
     case = CASES["gpt"]
@@ -209,7 +209,7 @@ def test_the_one_call_faces_are_the_same(world_size: int) -> None:
                 assert_bit_equal(exact(model), record.parameters, what=f"{policy}, {strict}")
 
 
-@pytest.mark.world_size(1, 2, 3)
+@pytest.mark.world_size(1, 3, timeout_s=60)
 def test_clipping_is_that_of_torch(world_size: int) -> None:
     """Norms are summed in another order, so to a tolerance; over policies to the bit.
 
@@ -222,7 +222,7 @@ def test_clipping_is_that_of_torch(world_size: int) -> None:
         )
         *_, last = run_oracle(case.build, sgd, case.loss, options)
         for policy in POLICIES:
-            for keep_gathered in (False, True):
+            for keep_gathered in (False, True) if policy in POLICIES[:2] else (False,):
                 manager = manager_of(keep_gathered=keep_gathered, **policy)
                 model, optimizer = build(
                     case.build,
@@ -243,7 +243,7 @@ def test_clipping_is_that_of_torch(world_size: int) -> None:
             torch.testing.assert_close(found[0][name], value.detach(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.world_size(2)
+@pytest.mark.world_size(2, timeout_s=60)
 def test_passes_add_up_until_a_step_uses_them_up() -> None:
     case = CASES["gpt"]
     options = OracleOptions(world_size=2, num_micro_batches=2, param_dtype=torch.bfloat16)
@@ -258,7 +258,7 @@ def test_passes_add_up_until_a_step_uses_them_up() -> None:
             assert_bit_equal(exact(model), record.parameters, what=f"{policy}, {step}")
 
 
-@pytest.mark.world_size(2)
+@pytest.mark.world_size(2, timeout_s=60)
 def test_a_gradient_from_upstream_is_the_same_pass() -> None:
     for policy in POLICIES:
         results = []
@@ -274,7 +274,7 @@ def test_a_gradient_from_upstream_is_the_same_pass() -> None:
         assert_bit_equal(*results, what=str(policy))
 
 
-@pytest.mark.world_size(2)
+@pytest.mark.world_size(2, timeout_s=60)
 def test_every_adam_of_that_library_is_torchs() -> None:
     case = CASES["gpt"]
     for decoupled in (True, False):
@@ -304,10 +304,10 @@ def test_every_adam_of_that_library_is_torchs() -> None:
                 assert_bit_equal(exact(model), last.parameters, what=f"{kind}, {policy}")
 
 
-@pytest.mark.world_size(1, 2)
-def test_the_margin_changes_no_number(world_size: int) -> None:
-    for policy in POLICIES:
-        for ratio in (0.0, 0.3, 1.0):
+@pytest.mark.world_size(2, timeout_s=60)
+def test_the_margin_changes_no_number() -> None:
+    for policy in POLICIES[:3]:
+        for ratio in (0.3, 1.0):
             check(
                 CASES["gpt"],
                 manager_of(**policy),

@@ -26,7 +26,7 @@ def traced(name: str) -> tuple[torch.nn.Module, MemStats]:
     return model, tracer.memstats()
 
 
-@pytest.mark.world_size(1, 2, 4)
+@pytest.mark.world_size(1, 2, 4, timeout_s=60)
 def test_steps_and_their_parameters_are_those_of_a_plain_pass(world_size: int) -> None:
     for name in NAMES:
         for chunk_numel in (500, 5000):
@@ -49,7 +49,7 @@ def test_steps_and_their_parameters_are_those_of_a_plain_pass(world_size: int) -
             assert stats.num_steps == expected.num_steps, "later passes are not recorded"
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(1, 2, timeout_s=60)
 def test_statistics_given_before_need_no_warm_up_and_change_no_number(world_size: int) -> None:
     """Names stay with their parameters, whatever order the statistics have them in."""
     for policy in ("cuda", "cpu", "const"):
@@ -62,7 +62,7 @@ def test_statistics_given_before_need_no_warm_up_and_change_no_number(world_size
         assert (manager.memstats, stats.num_steps) == (stats, count)
 
 
-@pytest.mark.world_size(2)
+@pytest.mark.world_size(2, timeout_s=60)
 def test_policies_that_do_not_look_ahead_record_nothing() -> None:
     for policy in ("cuda", "cpu", "static"):
         manager = manager_of(policy)
@@ -72,7 +72,7 @@ def test_policies_that_do_not_look_ahead_record_nothing() -> None:
         assert manager.memstats is None
 
 
-@pytest.mark.world_size(2)
+@pytest.mark.world_size(2, timeout_s=60)
 def test_evaluation_before_training_is_no_warm_up_of_another_length() -> None:
     """An evaluation shifts no later answer: steps are counted from the pass that trains."""
     manager = manager_of("const")
@@ -87,7 +87,7 @@ def test_evaluation_before_training_is_no_warm_up_of_another_length() -> None:
     assert manager.memstats.num_steps == expected.num_steps
 
 
-@pytest.mark.world_size(2)
+@pytest.mark.world_size(2, timeout_s=60)
 def test_a_manager_that_is_kept_keeps_no_model() -> None:
     """A cache of decisions that is keyed by managers and chunks keeps both, and all their bytes."""
     for policy in ("cuda", "cpu", "const"):

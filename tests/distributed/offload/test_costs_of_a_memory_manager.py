@@ -96,7 +96,7 @@ class HostCopies:
         counts[tensor.dtype] = counts.get(tensor.dtype, 0) + num_bytes
 
 
-@pytest.mark.world_size(1, 2, 3)
+@pytest.mark.world_size(1, 2, 3, timeout_s=60)
 def test_parameters_come_from_the_host_as_they_are_used(world_size: int) -> None:
     """In bfloat16 and twice a step at most: not as float32, and not again for every operator."""
     model, optimizer, engine = build(3, offload=EVERYTHING)
@@ -114,7 +114,7 @@ def test_parameters_come_from_the_host_as_they_are_used(world_size: int) -> None
         assert copies.out_bytes == {}, "an update on the host needs no gather"
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(1, 2, timeout_s=60)
 def test_gradients_go_to_the_host_once(world_size: int) -> None:
     """As they are reduced, in their own dtype; in halves of the bytes of float32."""
     for reduce_dtype in (torch.bfloat16, torch.float32):
@@ -161,7 +161,7 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.world_size(2)
+@pytest.mark.world_size(2, timeout_s=60)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_backward_waits_for_no_value_of_a_chunk(stage: int) -> None:
     """To test each reduced chunk for infinity, NaN and its norm stops the device three times."""
@@ -201,7 +201,7 @@ class Waiting:
         return getattr(self._work, name)
 
 
-@pytest.mark.world_size(2, 3)
+@pytest.mark.world_size(2, 3, timeout_s=60)
 @pytest.mark.parametrize("is_offloaded", [False, True])
 def test_reductions_start_in_backward_and_are_waited_for_behind_it(is_offloaded: bool) -> None:
     """A reduction that blocks the hook of a gradient hides behind nothing."""
@@ -238,7 +238,7 @@ def count_nodes(tensor: Tensor) -> int:
     return len(seen)
 
 
-@pytest.mark.world_size(2)
+@pytest.mark.world_size(2, timeout_s=60)
 def test_the_graph_is_that_of_the_plain_module() -> None:
     """Two identities around every operator that takes a parameter triple its length."""
     plain = count_nodes(Deep()(torch.ones(2, WIDTH)))
@@ -249,7 +249,7 @@ def test_the_graph_is_that_of_the_plain_module() -> None:
             train(model, optimizer)
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(1, 2, timeout_s=60)
 def test_pages_are_locked_for_what_rests_on_the_host_and_nothing_else(
     world_size: int, monkeypatch
 ) -> None:

@@ -171,7 +171,7 @@ def count_gathers(uses: list[Any], num_held: int, *, knows_next: bool) -> int:
     return count
 
 
-@pytest.mark.world_size(2, 3)
+@pytest.mark.world_size(2, 3, timeout_s=60)
 def test_what_is_needed_last_is_let_go_first(world_size: int) -> None:
     """A policy that knows no next uses lets chunks go in the order in which they came."""
     for num_kept in (3, 4, 5):
@@ -197,7 +197,7 @@ def test_what_is_needed_last_is_let_go_first(world_size: int) -> None:
         assert gatherer.num_gathers <= fewest + 1 < oldest, (num_held, gatherer.num_gathers, fewest)
 
 
-@pytest.mark.world_size(2)
+@pytest.mark.world_size(2, timeout_s=60)
 @pytest.mark.parametrize("is_offloaded", [False, True])
 def test_evaluations_in_between_shift_no_decision(is_offloaded: bool) -> None:
     """A cyclic index into a recorded step, which evaluations advance too, is wrong ever after."""
@@ -217,10 +217,10 @@ def test_evaluations_in_between_shift_no_decision(is_offloaded: bool) -> None:
     assert counts[True][2:] == counts[False][2:]
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(2, timeout_s=60)
 def test_nothing_that_was_decided_keeps_a_deleted_model(tmp_path) -> None:
     """Answers cached by manager and chunk keep both, and the memory behind them."""
-    for stage, offload in everywhere(tmp_path):
+    for stage, offload in everywhere(tmp_path)[4:6]:
         shard = {"offload": offload} | ({"reshard_after_forward": 5000} if stage == 3 else {})
         pair = Pair(Sandwich, adamw, setting=Setting(stage=stage, shard=shard))
         pair.train(wave, num_steps=3)
@@ -253,13 +253,13 @@ class Pieces(nn.Module):
         return x.sum(-1) + self.lstm(tokens).mean()
 
 
-@pytest.mark.world_size(1, 2, 3, timeout_s=60)
+@pytest.mark.world_size(1, 3, timeout_s=60)
 def test_operators_with_several_outputs_gather_for_their_backward(
     world_size: int, tmp_path
 ) -> None:
     """Backward hooks that never fire for tuples leave chunks released that backward reads."""
     for offload in homes(tmp_path, parameters=1.0):
-        for chunk_bytes in (None, 200):
+        for chunk_bytes in (None, 200) if offload is None else (200,):
             shard = {"offload": offload, "chunk_bytes": chunk_bytes}
             pair = Pair(Pieces, setting=Setting(stage=3, shard=shard))
             pair.train(lambda model, rank: model(torch.randn(3, 5)).square().mean())
@@ -290,7 +290,7 @@ def test_every_parameter_counts_its_own_updates(world_size: int, tmp_path) -> No
         return model(torch.randn(3, 6)).square().mean()
 
     for stage, offload in everywhere(tmp_path):
-        for chunk_bytes in (None, 400):
+        for chunk_bytes in (None, 400) if offload is None else (400,):
             shard = {"offload": offload, "chunk_bytes": chunk_bytes}
             pair = Pair(
                 Blocks,
@@ -304,7 +304,7 @@ def test_every_parameter_counts_its_own_updates(world_size: int, tmp_path) -> No
             assert steps == {4, 6}
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(1, 2, timeout_s=60)
 def test_scaled_gradients_are_updated_with_wherever_their_state_lies(tmp_path) -> None:
     """An update on the host that takes no scale, or none on the accelerator, is of no use."""
     case = CASES["gpt"]
@@ -331,7 +331,7 @@ def test_scaled_gradients_are_updated_with_wherever_their_state_lies(tmp_path) -
             assert_bit_equal(values, found[0], what=f"stage {stage}")
 
 
-@pytest.mark.world_size(1, 2)
+@pytest.mark.world_size(1, 2, timeout_s=60)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_fraction_on_disk_is_a_fraction_of_the_bytes(stage: int, tmp_path) -> None:
     """Counted from storages that were released already, the fraction of nothing is nothing."""
@@ -357,7 +357,7 @@ def test_a_fraction_on_disk_is_a_fraction_of_the_bytes(stage: int, tmp_path) -> 
 # ---------------------------------------------------------------------- errors
 
 
-@pytest.mark.world_size(1, 2, timeout_s=60)
+@pytest.mark.world_size(2, timeout_s=60)
 @pytest.mark.parametrize("fails", ["forward", "backward", "optimizer"])
 def test_an_error_amid_a_step_leaves_no_half_state(fails: str, tmp_path) -> None:
     """States of chunks that nothing resets make every later step fail."""
