@@ -29,15 +29,18 @@ _NO_BEHAVIOUR = frozenset(
 )
 
 
-def has_state_per_parameter(kind: type[torch.optim.Optimizer]) -> bool:
-    """Return whether a class updates as one above: it is one, or adds a constructor alone."""
+def known_as(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Return the class of torch that a class updates as: of one that adds a constructor alone.
+
+    Any other class is its own.
+    """
     for base in kind.__mro__:
         if base in STATE_PER_PARAMETER:
-            return True
+            return base
         added = vars(base).keys() - _NO_BEHAVIOUR
         if added - {"step"} or ("step" in added and not _is_inherited(base)):
-            return False
-    return False
+            break
+    return kind
 
 
 def _is_inherited(kind: type) -> bool:

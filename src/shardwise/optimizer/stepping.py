@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from shardwise.optimizer.kinds import has_state_per_parameter
+from shardwise.optimizer.kinds import STATE_PER_PARAMETER, known_as
 from shardwise.optimizer.pieces import shape_piece
+from shardwise.residency import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
@@ -83,7 +84,7 @@ class Stepper:
             torch_optimizer._global_optimizer_pre_hooks,
             torch_optimizer._global_optimizer_post_hooks,
         )
-        return has_state_per_parameter(type(optimizer)) and not any(hooks)
+        return known_as(type(optimizer)) in STATE_PER_PARAMETER and not any(hooks)
 
     def _step_per_chunk(
         self,
@@ -145,8 +146,10 @@ class Stepper:
     @staticmethod
     def _publish(chunk: Chunk) -> None:
         """Round the update into the working slice and send it."""
+        engine = chunk.records[0].engine
         chunk.own.refresh_working()
-        chunk.records[0].engine.values.publish(chunk)
+        engine.recorder.note((chunk,), Segment.UPDATE)
+        engine.values.publish(chunk)
 
     @staticmethod
     def _publish_after_error(chunks: Sequence[Chunk], begun: set[Chunk]) -> None:

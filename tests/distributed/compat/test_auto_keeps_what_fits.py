@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from shardwise.compat.colossalai import GeminiManager, ZeroDDP
-from shardwise.errors import BudgetError, ConfigurationError
-from shardwise.options import AdaptiveOffload, Budget
-from shardwise.runtime.offload import check_offload
+from shardwise.errors import BudgetError
+from shardwise.options import Budget
 from tests.distributed.compat.gemini_kit import (
     adam,
     build,
@@ -26,19 +23,6 @@ from tests.distributed.compat.test_warm_up_sees_what_a_tracer_sees import traced
 from tests.distributed.compat.zero_ddp_kit import exact, sgd
 from tests.kit.models import CASES
 from tests.kit.oracle import OracleOptions, assert_bit_equal, run_oracle, seed
-
-
-def is_adaptive() -> bool:
-    """Return whether the engine takes budgets."""
-    try:
-        offload: Any = AdaptiveOffload(Budget(accelerator="1GiB"))
-        check_offload(offload, stage=3)
-    except ConfigurationError:
-        return False
-    return True
-
-
-pytestmark = pytest.mark.skipif(not is_adaptive(), reason="the engine takes no budget yet")
 
 ROOMY = Budget(accelerator="1GiB")
 

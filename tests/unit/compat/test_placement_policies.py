@@ -23,7 +23,7 @@ from shardwise.compat.colossalai import (
 )
 from shardwise.compat.colossalai.gemini_manager import Sharding
 from shardwise.errors import ConfigurationError
-from shardwise.optimizer.kinds import has_state_per_parameter
+from shardwise.optimizer.kinds import STATE_PER_PARAMETER, known_as
 from shardwise.options import AdaptiveOffload, Budget, StaticOffload
 
 NUMEL = 100
@@ -194,8 +194,9 @@ def test_subclasses_without_behaviour_of_their_own_run_chunk_by_chunk() -> None:
     """In whatever order torch puts its hooks around `step`: in the class of the first instance."""
     for _ in range(2):
         for kind in (Named, HybridAdam, CPUAdam, FusedAdam, torch.optim.Adam, torch.optim.AdamW):
-            assert has_state_per_parameter(kind), kind
+            assert known_as(kind) in STATE_PER_PARAMETER, kind
         for other in (Changed, torch.optim.LBFGS, torch.optim.SparseAdam):
-            assert not has_state_per_parameter(other), other
+            assert known_as(other) is other, other
+            assert other not in STATE_PER_PARAMETER
         for kind in (Named, CPUAdam, Changed):
             kind([nn.Parameter(torch.ones(2))])

@@ -136,7 +136,7 @@ class ZeroDDP(ColoDDP):
                 chunk_bytes=how.chunk_bytes,
                 reshard_after_forward=how.reshard_after_forward,
                 ignored=ignored,
-                offload=how.offload,  # pyrefly: ignore [bad-argument-type] - shard refuses it
+                offload=how.offload,
             )
         self.gemini_manager = gemini_manager
         if gemini_manager is not None:
