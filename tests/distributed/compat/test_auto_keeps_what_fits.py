@@ -30,7 +30,7 @@ ROOMY = Budget(accelerator="1GiB")
 def tight(name: str, *, dtype: torch.dtype = torch.bfloat16) -> Budget:
     """Return a budget for whole working values, activations and half of everything else."""
     numel = sum(p.numel() for p in CASES[name].build().parameters())
-    size = 2 * dtype.itemsize * numel + 7 * numel // dist.get_world_size() + 200_000
+    size = 2 * dtype.itemsize * numel + 7 * numel // dist.get_world_size() + 30_000
     return Budget(accelerator=size)
 
 
