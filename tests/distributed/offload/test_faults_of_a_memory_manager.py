@@ -198,23 +198,32 @@ def test_what_is_needed_last_is_let_go_first(world_size: int) -> None:
 
 
 @pytest.mark.world_size(2, timeout_s=60)
-@pytest.mark.parametrize("is_offloaded", [False, True])
-def test_evaluations_in_between_shift_no_decision(is_offloaded: bool) -> None:
+@pytest.mark.parametrize("choice", ["accelerator", "host", "budget"])
+def test_evaluations_in_between_shift_no_decision(choice: str) -> None:
     """A cyclic index into a recorded step, which evaluations advance too, is wrong ever after."""
-    offload = sw.StaticOffload(parameters=1.0, optimizer=1.0) if is_offloaded else None
-    counts: dict[bool, list[tuple[int, int]]] = {}
+    offload = {
+        "accelerator": None,
+        "host": sw.StaticOffload(parameters=1.0, optimizer=1.0),
+        "budget": sw.AdaptiveOffload(sw.Budget(accelerator=12_000)),
+    }[choice]
+    counts: dict[bool, list[tuple[int, int, int]]] = {}
     for evaluates in (False, True):
         pair = Pair(Sandwich, sgd, setting=Setting(stage=3, shard={"offload": offload}))
-        gatherer = pair.model._shardwise.residence.gatherer  # type: ignore[union-attr]
+        engine: Any = pair.model._shardwise
+        gatherer = engine.residence.gatherer
+        host = None if engine.offload is None else engine.offload.mover.tiers.host
         for step in range(5):
             gatherer.num_gathers, gatherer.peak_bytes = 0, 0
             pair.train(wave, num_steps=1)
-            counts.setdefault(evaluates, []).append((gatherer.num_gathers, gatherer.peak_bytes))
+            rests_bytes = 0 if host is None else host.allocated_bytes
+            assert (rests_bytes > 0) is (host is not None)
+            count = gatherer.num_gathers, gatherer.peak_bytes, rests_bytes
+            counts.setdefault(evaluates, []).append(count)
             for _ in range(step if evaluates else 0):
                 with torch.no_grad():
                     wave(pair.model.eval(), 0)
                 pair.model.train()
-    assert counts[True][2:] == counts[False][2:]
+    assert counts[True][2:] == counts[False][2:], counts
 
 
 @pytest.mark.world_size(2, timeout_s=60)
