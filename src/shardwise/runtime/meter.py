@@ -109,8 +109,8 @@ class Meter:
             self._watched[holding] += entry.num_bytes
             self._note_peaks()
 
-    def watch_saved(self, tensor: torch.Tensor) -> None:
-        """Count what autograd saves, unless it is counted as something else."""
+    def watch_new(self, tensor: torch.Tensor, holding: Holding) -> None:
+        """Count a tensor's memory, unless it is counted as something else, or has none."""
         if not self.is_on or tensor.device.type != self._device.type:
             return
         try:
@@ -118,7 +118,7 @@ class Meter:
         except NotImplementedError:  # sparse tensors and wrappers have no storage
             return
         if key not in self._entries:
-            self.watch(tensor, Holding.ACTIVATIONS)
+            self.watch(tensor, holding)
 
     def note_slices(self, num_bytes: int) -> None:
         """Say how many bytes of slices lie in blocks of the accelerator's tier now."""

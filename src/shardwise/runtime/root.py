@@ -14,6 +14,7 @@ from shardwise.residency import Segment
 from shardwise.runtime.activations import SavedTensorWatch
 from shardwise.runtime.containers import cast_floating, map_tensors
 from shardwise.runtime.hooks import Hook
+from shardwise.runtime.meter import Holding
 
 if TYPE_CHECKING:
     from shardwise.runtime.engine import Engine
@@ -80,7 +81,7 @@ class RootHooks:
         """Call back when a gradient reaches this output."""
         if tensor.requires_grad and not tensor.is_leaf and not _is_transformed(tensor):
             tensor.register_hook(self._note)
-            self._engine.meter.watch_saved(tensor)
+            self._engine.meter.watch_new(tensor, Holding.ACTIVATIONS)
         return tensor
 
     def _note(self, grad: torch.Tensor) -> None:

@@ -60,6 +60,13 @@ def test_an_empty_accelerator_keeps_everything_whatever_the_margin(world_size: i
 
 
 @pytest.mark.world_size(1, 2, timeout_s=60)
+def test_a_script_without_an_accelerator_runs_as_it_stands(world_size: int) -> None:
+    """There is nothing of which 90% could be a limit."""
+    model, _ = check(CASES["gpt"], manager_of("auto"), what="auto")
+    assert torch.accelerator.is_available() or host_bytes(model) == 0
+
+
+@pytest.mark.world_size(1, 2, timeout_s=60)
 def test_what_does_not_fit_rests_in_host_memory(world_size: int) -> None:
     model, optimizer = build(CASES["gpt"].build, manager=auto(tight("gpt")))
     for step in range(3):

@@ -60,8 +60,13 @@ def sharding(policy: str, *, keep_gathered: bool = False, **settings: Any) -> Sh
     ids=str,
 )
 def test_a_policy_is_a_choice_of_the_engine(
-    policy: str, settings: dict[str, Any], offload: Any, keep: bool | int
+    policy: str,
+    settings: dict[str, Any],
+    offload: Any,
+    keep: bool | int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     expected = Sharding(stage=3, offload=offload, chunk_bytes=128, reshard_after_forward=keep)
     assert sharding(policy, **settings) == expected
     whole = sharding(policy, keep_gathered=True, **settings)
@@ -71,6 +76,9 @@ def test_a_policy_is_a_choice_of_the_engine(
 
 
 def test_ratios_are_set_for_the_managers_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    assert sharding("auto").offload == AdaptiveOffload(Budget())
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(AutoPlacementPolicy, "_cap_ratio", 0.9)
     monkeypatch.setattr(ConstPlacementPolicy, "_boundary_bytes", None)
     chunks = ChunkManager({2: {"chunk_size": 64}})

@@ -31,9 +31,9 @@ def test_what_is_saved_is_not_counted_as_an_activation_too() -> None:
     meter = Meter(CPU)
     chunk, activation = torch.zeros(10), torch.zeros(5)
     meter.watch(chunk, Holding.GATHERED)
-    meter.watch_saved(chunk[:2])
-    meter.watch_saved(activation)
-    meter.watch_saved(torch.zeros(3).to_sparse())
+    meter.watch_new(chunk[:2], Holding.ACTIVATIONS)
+    meter.watch_new(activation, Holding.ACTIVATIONS)
+    meter.watch_new(torch.zeros(3).to_sparse(), Holding.ACTIVATIONS)
     assert meter.held[Holding.GATHERED] == 40
     assert meter.held[Holding.ACTIVATIONS] == 20
     meter.watch(chunk, Holding.BUFFERS)
@@ -56,7 +56,7 @@ def test_a_meter_that_is_off_and_other_devices_count_nothing() -> None:
     tensor = torch.zeros(4)
     for meter in (Meter(CPU, is_on=False), Meter(torch.device("meta"))):
         meter.watch(tensor, Holding.BUFFERS)
-        meter.watch_saved(tensor)
+        meter.watch_new(tensor, Holding.ACTIVATIONS)
         assert sum(meter.held.values()) == 0
 
 

@@ -67,7 +67,8 @@ class GeminiManager:
             gradients in host memory. Default 0.
         offload_param_frac: "static": fraction of the bytes of parameters in host memory; it takes
             effect whatever the others are. Default 0.
-        budget: "auto": bytes that a rank may hold in each tier.
+        budget: "auto": bytes that a rank may hold in each tier. Default: the share above of the
+            accelerator; no limit where there is none.
 
     Raises:
         ConfigurationError: An unknown policy, or settings of another one.

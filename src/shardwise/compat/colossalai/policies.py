@@ -39,7 +39,9 @@ class AutoPlacementPolicy:
 
     @staticmethod
     def budget() -> Budget:
-        """Return the budget that managers get by default."""
+        """Return the budget that managers get by default: no limit without an accelerator."""
+        if not torch.accelerator.is_available():
+            return Budget()
         percent = f"{100 * AutoPlacementPolicy._cap_ratio:.6f}".rstrip("0").rstrip(".")
         return Budget(accelerator=f"{percent}%")
 
