@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-from shardwise.optimizer.kinds import STATE_PER_PARAMETER
+from shardwise.optimizer.kinds import STATE_PER_PARAMETER, known_as
 from shardwise.optimizer.pieces import shape_piece
 from shardwise.residency import Segment
 
@@ -84,7 +84,7 @@ class Stepper:
             torch_optimizer._global_optimizer_pre_hooks,
             torch_optimizer._global_optimizer_post_hooks,
         )
-        return type(optimizer) in STATE_PER_PARAMETER and not any(hooks)
+        return known_as(type(optimizer)) in STATE_PER_PARAMETER and not any(hooks)
 
     def _step_per_chunk(
         self,
