@@ -165,7 +165,7 @@ class Parts:
                 if whole is None:
                     whole = made[name] = torch.empty_like(piece, dtype=value.dtype)
             place = _cut(whole, part)
-            if value.data_ptr() != place.data_ptr():
+            if value.untyped_storage()._cdata != place.untyped_storage()._cdata:
                 place.copy_(value)
 
     def finish(self) -> None:

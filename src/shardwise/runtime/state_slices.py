@@ -7,12 +7,15 @@ back.
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.runtime.mover import Write
 from shardwise.tiers import Lane
 
 if TYPE_CHECKING:
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 
     from shardwise.runtime.mover import Mover
     from shardwise.tiers import Block, Tier, Transfer
+
+logger = logging.getLogger(__name__)
 
 MASTER = "master"
 WORKING = "working"
@@ -33,6 +38,8 @@ class _Slice:
     near: Block | None = None
     reading: Transfer | None = None
     is_written: bool = False
+    is_kept: bool = False
+    """A write failed: only ``near`` has the values, until the next update is written."""
 
 
 class StateSlices:
@@ -101,7 +108,7 @@ class StateSlices:
         if entry is None or entry.home.is_freed:
             return
         assert not self._depth
-        self._mover.settle()
+        self._settle()
         _free(entry)
 
     def prefetch(self) -> None:
@@ -133,8 +140,7 @@ class StateSlices:
     def _bring(self, entry: _Slice) -> None:
         """Return when one slice is in host memory."""
         if entry.near is None:
-            host = self._mover.tiers.host
-            entry.near = host.allocate(self._numel, entry.home.dtype)
+            entry.near = self._mover.take_near(entry.home)
             entry.near.tensor.zero_()
         if entry.reading is not None:
             entry.reading.wait()  # an error leaves it to be put away unread
@@ -143,7 +149,7 @@ class StateSlices:
     def _put_away(self) -> None:
         """Write what may have changed, and let go of host memory."""
         is_changed, self._is_changed = self._is_changed, False
-        pairs: list[tuple[Block, Block]] = []
+        writes: list[Write] = []
         for entry in self._slices.values():
             near, entry.near = entry.near, None
             if near is None:
@@ -152,12 +158,24 @@ class StateSlices:
                 reading, entry.reading = entry.reading, None
                 reading.settle()
                 near.tier.free(near)
+            elif entry.is_kept and not is_changed:
+                entry.near = near  # whoever only reads, as to save a checkpoint, can still do so
             elif is_changed or not entry.is_written:
-                entry.is_written = True
-                pairs.append((near, entry.home))
+                entry.is_written, entry.is_kept = True, False
+                writes.append(Write(near, entry.home, partial(_take_back, entry)))
             else:
                 near.tier.free(near)
-        self._mover.write_back(pairs)
+        self._mover.write_back(writes)
+
+    def _settle(self) -> None:
+        """Let writes run out before something is freed that they may read or write.
+
+        An error of one costs nothing: its values are in host memory, and are written another time.
+        """
+        try:
+            self._mover.settle()
+        except Exception:
+            logger.warning("a write to disk failed and will be repeated", exc_info=True)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return what is held, by tier, for accounting; what is on disk as meta tensors."""
@@ -193,11 +211,25 @@ class StateSlices:
     def close(self) -> None:
         """Give all memory back: the chunk is no more."""
         assert not self._depth
-        self._mover.settle()
+        self._settle()
         self.drop_gradient()
         for entry in self._slices.values():
             _free(entry)
         self._slices = {}
+
+
+def _take_back(entry: _Slice, near: Block) -> None:
+    """Keep values that could not be written: they are at hand next time, and written then."""
+    if entry.home.is_freed:
+        near.tier.free(near)
+        return
+    unread, entry.near = entry.near, near
+    reading, entry.reading = entry.reading, None
+    entry.is_written, entry.is_kept = False, True
+    if reading is not None:
+        reading.settle()
+    if unread is not None:
+        unread.tier.free(unread)
 
 
 def _free(entry: _Slice) -> None:
