@@ -153,7 +153,7 @@ class HostTier(Tier):
         if self._pinned is not None and numel:
             tensor = self._pinned.take(num_bytes)[:num_bytes].view(dtype)
         elif self._is_mapped and num_bytes >= _MAPPED_BYTES and not _is_dry_run():
-            tensor = map_pages(num_bytes).tensor[:num_bytes].view(dtype)
+            tensor = map_pages(num_bytes, is_exact=True).tensor.view(dtype)
         else:
             tensor = empty(numel, dtype, HOST_DEVICE)
         return Block(self, numel=numel, dtype=dtype, tensor=tensor)

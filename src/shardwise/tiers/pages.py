@@ -31,15 +31,19 @@ class Pages(NamedTuple):
     view: memoryview
 
 
-def map_pages(num_bytes: int) -> Pages:
-    """Return zeroed pages that hold ``num_bytes``, at least one; freed with the last reference."""
+def map_pages(num_bytes: int, *, is_exact: bool = False) -> Pages:
+    """Return zeroed pages that hold ``num_bytes``, at least one; freed with the last reference.
+
+    With ``is_exact`` the tensor has no more bytes than that, and nor has its storage.
+    """
     memory = mmap.mmap(-1, max(round_up(num_bytes, PAGE_BYTES), PAGE_BYTES))
     advice = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
     if advice is not None and len(memory) >= _HUGE_BYTES:
         with suppress(OSError):  # a kernel without huge pages
             memory.madvise(advice)
     with torch.inference_mode(False):
-        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        count = num_bytes if is_exact else -1
+        tensor = torch.frombuffer(memory, dtype=torch.uint8, count=count)
     return Pages(tensor, memoryview(memory))
 
 
