@@ -18,8 +18,20 @@ if TYPE_CHECKING:
 def use_hostile_tiers(monkeypatch: pytest.MonkeyPatch, *, seed: int = 0) -> None:
     """Open hostile tiers from now on: copies land when waited for, undefined memory is NaN."""
 
-    def open_tiers(device: torch.device, *, disk: DiskOptions | None = None) -> Tiers:
-        return open_hostile_tiers(seed=seed, early_share=0.3, disk=disk)
+    def open_tiers(
+        device: torch.device,
+        *,
+        host_budget_bytes: int | None = None,
+        disk_budget_bytes: int | None = None,
+        disk: DiskOptions | None = None,
+    ) -> Tiers:
+        return open_hostile_tiers(
+            seed=seed,
+            early_share=0.3,
+            host_budget_bytes=host_budget_bytes,
+            disk_budget_bytes=disk_budget_bytes,
+            disk=disk,
+        )
 
     monkeypatch.setattr(runtime_offload, "open_tiers", open_tiers)
 

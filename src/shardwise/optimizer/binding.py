@@ -20,7 +20,7 @@ from shardwise.runtime.divergence import explain
 from shardwise.runtime.managed import ManagedParameter, record_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Generator, Iterator, Sequence
 
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.engine import Engine
@@ -55,6 +55,15 @@ class Binding:
         """Say that an optimizer updates all members."""
         for record in self.records():
             record.is_claimed = True
+        for engine in self.engines():
+            if engine.adaptation is not None:
+                engine.adaptation.followers.add(self)
+
+    def follow(self, chunks: Sequence[Chunk]) -> None:
+        """Look into slices that have moved."""
+        self.refresh()
+        for chunk in chunks:
+            self.resting.repoint(chunk)
 
     def members(self) -> Iterator[Member]:
         """Yield every parameter in index order (the order of a plain state dict)."""

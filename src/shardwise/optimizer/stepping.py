@@ -23,6 +23,7 @@ from shardwise.optimizer.update_gradient import (
     needs_copy,
     read_gradient,
 )
+from shardwise.residency import Segment
 from shardwise.runtime.own_slices import EVERYTHING
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class Stepper:
                         buffers,
                         is_last=chunk is order[-1],
                     )
-                    chunk.records[0].engine.values.publish(chunk)
+                    self._publish(chunk)
                     remaining.pop(0)
             if not order:
                 self._optimizer.step()
@@ -222,10 +223,17 @@ class Stepper:
                     self._optimizer.step()
                 for chunk in order:
                     chunk.own.refresh_working()
-                    chunk.records[0].engine.values.publish(chunk)
+                    self._publish(chunk)
                     remaining.pop(0)
         finally:
             self._publish_after_error(remaining, begun)
+
+    @staticmethod
+    def _publish(chunk: Chunk) -> None:
+        """Send what was updated."""
+        engine = chunk.records[0].engine
+        engine.recorder.note((chunk,), Segment.UPDATE)
+        engine.values.publish(chunk)
 
     @staticmethod
     def _publish_after_error(chunks: Sequence[Chunk], begun: set[Chunk]) -> None:

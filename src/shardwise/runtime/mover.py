@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from shardwise.errors import BudgetError
+from shardwise.residency import Tier as TierName
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,6 +42,25 @@ class Mover:
         self.tiers = tiers
         self._behind: list[tuple[Transfer, Write]] = []
         self._spare: list[Block] = []
+
+    def tier(self, name: TierName) -> Tier:
+        """Return a tier by the name that decisions have for it."""
+        match name:
+            case TierName.ACCELERATOR:
+                return self.tiers.accelerator
+            case TierName.HOST:
+                return self.tiers.host
+            case TierName.DISK:
+                assert self.tiers.disk is not None
+                return self.tiers.disk
+
+    def name(self, tier: Tier) -> TierName:
+        """Return the name that decisions have for a tier."""
+        return next(name for name in TierName if self._has(name) and self.tier(name) is tier)
+
+    def _has(self, name: TierName) -> bool:
+        """Return whether there is a tier of a name."""
+        return name is not TierName.DISK or self.tiers.disk is not None
 
     def allocate(self, tier: Tier, numel: int, dtype: torch.dtype) -> Block:
         """Return a new block. Raises ``BudgetError`` with nothing changed where it does not fit."""
@@ -84,6 +104,27 @@ class Mover:
             for write in writes[num_started:]:
                 write.take_back(write.near)
             self._wait(before)
+
+    def carry(self, pairs: list[tuple[Block, Block]]) -> None:
+        """Copy blocks to others and return when all are there.
+
+        Raises:
+            Exception: The first error; no copy runs any more.
+        """
+        transfers: list[Transfer] = []
+        errors: list[Exception] = []
+        try:
+            for source, target in pairs:
+                transfers.append(self.tiers.copy(source, target))
+        except Exception as error:
+            errors.append(error)
+        for transfer in transfers:
+            try:
+                transfer.wait()
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def settle(self) -> None:
         """Wait for all writes and hold no memory.

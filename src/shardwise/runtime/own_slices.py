@@ -17,7 +17,7 @@ Slices that rest on disk may be touched inside ``at_hand`` only.
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
     from shardwise.runtime.managed import ManagedParameter
     from shardwise.runtime.state_slices import StateSlices
+    from shardwise.tiers import Tier
 
 EVERYTHING = slice(None)
 """All elements of a slice."""
@@ -50,11 +51,14 @@ class OwnSlices:
         """Masters are float32 copies of 16-bit parameters."""
         self.gradient_S: torch.Tensor | None = None
         self.state: StateSlices | None = None
-        """Masters and optimizer state that rest off the accelerator."""
+        """Masters and optimizer state where they have a home of their own."""
         self._parameter_S: torch.Tensor | None = parameter_S
         self._master_S = master_S
-        self._working: StateSlices | None = None
+        self.working: StateSlices | None = None
+        """The working slice where it has a home of its own."""
         self._needs_master = keeps_masters
+        self.is_updated = False
+        """There are updates, or will be."""
 
     # ------------------------------------------------------------------ where they are
 
@@ -70,6 +74,7 @@ class OwnSlices:
         """
         if home is None:
             return
+        self.is_updated = is_trainable
         self.state, master_S = home, self._master_S
         self._master_S = None
         self._needs_master |= not is_beside_working
@@ -86,39 +91,83 @@ class OwnSlices:
             home.add(WORKING, self.dtype)
         with home.at_hand():
             home[WORKING].copy_(working_S)
-        self._working, self._parameter_S = home, None
+        self.working, self._parameter_S = home, None
+
+    def move(self, *, working: Tier, state: Tier, is_beside_working: bool) -> None:
+        """Let slices that have homes rest in other tiers from now on.
+
+        Pieces and optimizer state that look into them are void. A reduced gradient goes along.
+
+        Args:
+            working: Of the working slice, where it has a home.
+            state: Of masters and optimizer state.
+            is_beside_working: The working slice will rest there too, and can be updated itself.
+
+        Raises:
+            BudgetError: There is no room; nothing was changed.
+        """
+        resting, homes = self.state, []
+        assert resting is not None
+        needs_master = self.keeps_masters or not is_beside_working
+        try:
+            for slices, home in ((resting, state), (self.working, working)):
+                if slices is not None:
+                    homes.append((slices, slices.home))
+                    slices.move(home)
+            if needs_master and self.is_updated and MASTER not in resting:
+                self._make_master(None)
+        except BaseException:
+            for slices, home in homes:
+                with suppress(Exception):  # the first error is on its way up
+                    slices.move(home)
+            raise
+        self._needs_master = needs_master
+        if not needs_master:  # it says no more than the working slice
+            resting.remove(MASTER)
+        self._move_gradient(resting)
+
+    def _move_gradient(self, resting: StateSlices) -> None:
+        """Hold a reduced gradient where it is held from now on."""
+        held_S = self.gradient_S
+        if held_S is None or resting.holds_gradient is not resting.is_on_accelerator:
+            return
+        if resting.is_on_accelerator:
+            self.gradient_S = held_S.to(self.device, copy=True)
+            resting.drop_gradient()
+        else:
+            self.gradient_S = resting.take_gradient(held_S)
 
     @contextmanager
     def at_hand(self, *, is_changed: bool = True) -> Generator[None]:
         """Inside, all slices may be read, and written if ``is_changed``. Contexts nest."""
         with ExitStack() as stack:
-            for resting in (self._working, self.state):
+            for resting in (self.working, self.state):
                 if resting is not None:
                     stack.enter_context(resting.at_hand(is_changed=is_changed))
             yield
 
     def prefetch(self) -> None:
         """Start to bring to hand what rests on disk."""
-        for resting in (self._working, self.state):
+        for resting in (self.working, self.state):
             if resting is not None:
                 resting.prefetch()
 
     @property
     def is_update_at_hand(self) -> bool:
         """True while ``update_S`` may be touched."""
-        resting = self.state if self.has_master else self._working
+        resting = self.state if self.has_master else self.working
         return resting is None or resting.is_at_hand
 
     @property
     def is_update_on_disk(self) -> bool:
         """True where ``update_S`` comes and goes."""
-        resting = self.state if self.has_master else self._working
-        return resting is not None and not resting.is_on_host
+        resting = self.state if self.has_master else self.working
+        return resting is not None and not resting.is_in_memory
 
     def fill_own(self, place_S: torch.Tensor) -> torch.Tensor | None:
         """Prepare to send the working slice: return it, or copy it to its place in the chunk."""
-        resting = self._working
-        if resting is None:
+        resting = self.working
+        if resting is None or resting.is_on_accelerator:
             return self.parameter_S
         with resting.at_hand(is_changed=False):
             place_S.copy_(resting[WORKING])
@@ -126,7 +175,7 @@ class OwnSlices:
 
     def close(self) -> None:
         """Give the memory of other tiers back."""
-        for resting in (self._working, self.state):
+        for resting in (self.working, self.state):
             if resting is not None:
                 resting.close()
 
@@ -135,8 +184,8 @@ class OwnSlices:
     @property
     def parameter_S(self) -> torch.Tensor:
         """The working slice."""
-        if self._working is not None:
-            return self._working[WORKING]
+        if self.working is not None:
+            return self.working[WORKING]
         assert self._parameter_S is not None
         return self._parameter_S
 
@@ -146,6 +195,11 @@ class OwnSlices:
         if self.state is not None:
             return self.state.get(MASTER)
         return self._master_S
+
+    @property
+    def state_device(self) -> torch.device:
+        """Where updates run."""
+        return self.device if self.state is None else self.state.device
 
     @property
     def has_master(self) -> bool:
@@ -170,6 +224,7 @@ class OwnSlices:
 
     def ensure_master(self) -> None:
         """Make the master of a chunk whose parameters were frozen until now."""
+        self.is_updated = True
         if self.has_master or not self._needs_master:
             return
         if self.state is not None:
@@ -230,12 +285,17 @@ class OwnSlices:
             mean_S: In the dtype in which gradients are held; the caller's memory, which is kept
                 only where the state rests on the accelerator and nothing is held yet.
         """
-        if self.state is not None:
+        if self.state is not None and not self.state.is_on_accelerator:
             self.gradient_S = self.state.take_gradient(mean_S)
         elif self.gradient_S is None:
             self.gradient_S = mean_S
         else:
             self.gradient_S.add_(mean_S)
+
+    @property
+    def keeps_gradients_here(self) -> bool:
+        """Reduced gradients stay on the accelerator."""
+        return self.state is None or self.state.is_on_accelerator
 
     def drop_gradient(self) -> None:
         """Hold no gradient."""
@@ -248,12 +308,14 @@ class OwnSlices:
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return the slices by purpose, those that rest elsewhere by tier."""
         held: dict[str, list[torch.Tensor]] = {"host": [], "disk": []}
-        for resting in (self._working, self.state):
-            for tier, tensors in (resting.tensors() if resting is not None else {}).items():
-                held[tier] += tensors
-        gradient_S = self.gradient_S if self.state is None else None
-        return held | {
-            "parameters": [] if self._parameter_S is None else [self._parameter_S],
-            "masters": [] if self._master_S is None else [self._master_S],
-            "gradients": [] if gradient_S is None else [gradient_S],
-        }
+        for resting in (self.working, self.state):
+            for what, tensors in (resting.tensors() if resting is not None else {}).items():
+                held.setdefault(what, []).extend(tensors)
+        gradient_S = self.gradient_S if self.keeps_gradients_here else None
+        for purpose, slice_S in (
+            ("parameters", self._parameter_S),
+            ("masters", self._master_S),
+            ("gradients", gradient_S),
+        ):
+            held.setdefault(purpose, []).extend([] if slice_S is None else [slice_S])
+        return held

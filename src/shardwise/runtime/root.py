@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwise.residency import Segment
+from shardwise.runtime.activations import SavedTensorWatch
 from shardwise.runtime.containers import cast_floating, map_tensors
 from shardwise.runtime.hooks import Hook
 
@@ -23,11 +25,15 @@ class RootHooks:
     def __init__(self, engine: Engine) -> None:
         """Serve one engine."""
         self._engine = engine
+        self._watch_saved = SavedTensorWatch(engine.meter)
 
     def attach(self, module: nn.Module) -> None:
         """Hook the module."""
         module.register_forward_pre_hook(Hook(self.before_forward), with_kwargs=True)
         module.register_forward_hook(Hook(self.after_forward))
+        if self._engine.meter.is_on and self._engine.residence is None:
+            module.register_forward_pre_hook(Hook(self.before_saving))
+            module.register_forward_hook(Hook(self.after_saving), always_call=True)
         module.register_load_state_dict_pre_hook(Hook(self.before_load))
         for part in module.modules():
             part.register_load_state_dict_pre_hook(Hook(_copy_always))
@@ -41,6 +47,8 @@ class RootHooks:
         if with_grad:
             engine.refuse_stale_forward()
             engine.reducer.watch()
+            if engine.residence is None:
+                engine.recorder.note(engine.chunks, Segment.FORWARD)
         if engine.values.are_in_flight and (not with_grad or _is_compiled(module)):
             engine.values.settle()
         precision = engine.precision
@@ -48,6 +56,14 @@ class RootHooks:
             return None
         dtype = precision.param_dtype
         return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+    def before_saving(self, module: nn.Module, args: object) -> None:
+        """Start to count activations."""
+        self._watch_saved.begin()
+
+    def after_saving(self, module: nn.Module, args: object, output: object) -> None:
+        """Count no more, also after an error."""
+        self._watch_saved.end()
 
     def after_forward(self, module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401
         """Cast outputs and learn when their backward pass begins."""

@@ -178,6 +178,26 @@ def test_kept_values_win_over_a_read_that_was_begun(tmp_path, monkeypatch) -> No
     assert mover.tiers.host.allocated_bytes == 0
 
 
+@pytest.mark.world_size(1)
+def test_kept_values_move_to_another_tier(tmp_path, monkeypatch) -> None:
+    fault = break_device(monkeypatch, errno.EIO)
+    model, optimizer = build(on_disk(tmp_path))
+    train(model, optimizer)
+    state, mover = model._shardwise.chunks[0].own.state, model._shardwise.offload.mover
+    with state.at_hand():
+        state["master"].fill_(7.0)
+        fault.start(0, 10**9)
+    with pytest.raises(sw.ShardwiseError, match="injected"):
+        mover.settle()
+    state.move(mover.tiers.host)
+    assert state["master"].eq(7.0).all()
+    fault.start(0, 0)
+    state.move(mover.tiers.disk)
+    with state.at_hand(is_changed=False):
+        assert state["master"].eq(7.0).all()
+    assert mover.tiers.host.allocated_bytes == 0
+
+
 def test_the_options_of_a_tier_are_what_the_faults_assume(tmp_path) -> None:
     """A slice of these models is one call to ``write``."""
     tier = DiskTier(DiskOptions(folder=tmp_path))
