@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.errors import BudgetError
 from shardwise.runtime.state_slices import MASTER, WORKING
 
 if TYPE_CHECKING:
@@ -151,6 +152,22 @@ class OwnSlices:
         for resting in (self.working, self.state):
             if resting is not None:
                 resting.prefetch()
+
+    def read_ahead(self) -> bool:
+        """Start to read a working slice from disk that is used soon; return whether there is one.
+
+        Where host memory is full it is read when it is used.
+        """
+        if self.working is None or self.working.is_in_memory:
+            return False
+        with suppress(BudgetError):
+            self.working.prefetch()
+        return True
+
+    def forget_reads(self) -> None:
+        """Let go of what was read ahead and not used."""
+        if self.working is not None:
+            self.working.forget_reads()
 
     @property
     def is_update_at_hand(self) -> bool:

@@ -157,6 +157,18 @@ class StateSlices:
             if entry.near is None and entry.is_written:
                 entry.near, entry.reading = self._mover.fetch(entry.home)
 
+    def forget_reads(self) -> None:
+        """Let go of what was read ahead and is not at hand."""
+        if self.is_at_hand:
+            return
+        for entry in self._slices.values():
+            near, reading = entry.near, entry.reading
+            if near is not None and not entry.is_kept:
+                entry.near, entry.reading = None, None
+                if reading is not None:
+                    reading.settle()
+                near.tier.free(near)
+
     @contextmanager
     def at_hand(self, *, is_changed: bool = True) -> Generator[None]:
         """Inside, all slices may be read, and written if ``is_changed``. Contexts nest."""
