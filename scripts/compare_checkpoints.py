@@ -36,7 +36,7 @@ def main(one: Path, other: Path) -> int:
         print(f"{len(differing)} tensors differ, among them {differing[0]}")
         return 1
     num_bytes = sum(tensor.nbytes for tensor in first.values())
-    print(f"equal bits: {len(first)} tensors of parameters and optimizer state, {num_bytes:,} bytes")
+    print(f"equal bits: {len(first)} tensors, masters and state included, {num_bytes:,} bytes")
     return 0
 
 

@@ -9,6 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from shardwise.runtime.handles import modified
 from shardwise.runtime.managed import local_part
+from shardwise.runtime.meter import Holding
 
 if TYPE_CHECKING:
     from shardwise.runtime.meter import Meter
@@ -42,7 +43,7 @@ class SavedTensorWatch:
 
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Count a tensor and save it."""
-        self._meter.watch_saved(local_part(tensor))
+        self._meter.watch_new(local_part(tensor), Holding.ACTIVATIONS)
         # detached: a saved output would otherwise hold the graph that holds it
         return tensor.detach(), tensor._version
 

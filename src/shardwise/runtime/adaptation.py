@@ -80,12 +80,8 @@ class Adaptation:
 
     def first_plan(self, shapes: Sequence[ChunkShape]) -> Plan:
         """Return homes for new chunks. Raises ``BudgetError`` where nothing fits."""
-        cache_bytes = least_cache_bytes(shapes)
-        self._pace = Pace(gather_bytes=cache_bytes, holds_gradients=False)
-        self.needs = Needs(
-            resident_bytes=sum(shape.whole_bytes for shape in shapes if not shape.is_sliced),
-            gather_bytes=cache_bytes,
-        )
+        self._pace = Pace(gather_bytes=least_cache_bytes(shapes), holds_gradients=False)
+        self.needs = least_needs(shapes)
         self.sizes = [shape.sizes(0) for shape in shapes]
         return self._make_plan(shapes, self.sizes, self.needs)
 
@@ -119,9 +115,11 @@ class Adaptation:
         """
         if self.limits.accelerator_bytes is None:
             return
-        known_bytes = self.needs.activation_bytes
+        known_bytes, meter = self.needs.activation_bytes, engine.meter
+        unseen_bytes = meter.unseen_bytes
         lean_bytes, peak_bytes = most(
-            [engine.meter.lean_peak_bytes, engine.meter.peak_bytes], engine.topology
+            [meter.lean_peak_bytes + unseen_bytes, meter.peak_bytes + unseen_bytes],
+            engine.topology,
         )
         needs, sizes = self.needs, self._measure_sizes(engine, {})
         if known_bytes is None or lean_bytes > known_bytes:
@@ -130,12 +128,22 @@ class Adaptation:
             return
         if known_bytes is not None and peak_bytes > self.limits.accelerator_bytes:
             logger.warning(
-                "a pass took %d bytes of the accelerator, more than its limit of %d and than any "
+                "a pass took %d bytes, more of the accelerator than its limit of %d and than any "
                 "pass before; slices make room from now on",
                 peak_bytes,
                 self.limits.accelerator_bytes,
             )
         self._change(engine, sizes, needs)
+
+    def start_over(self, engine: Engine) -> None:
+        """Before a pass that trains more than those before: leave as much room as can be.
+
+        Raises:
+            BudgetError: There is none, on all ranks alike; nothing was changed.
+        """
+        if self.has_limit and self.needs.activation_bytes is not None:
+            needs = least_needs(self._shapes_of(engine))
+            self._change(engine, self._measure_sizes(engine, {}), needs)
 
     def _change(self, engine: Engine, sizes: list[ChunkBytes], needs: Needs) -> None:
         """Make a plan and carry it out."""
@@ -144,8 +152,9 @@ class Adaptation:
         self._carry_out(engine, plan)
         self.plan, self.sizes, self.needs = plan, sizes, needs
         spare = spare_bytes(sizes, plan.residency, limits=self.limits, needs=needs, pace=self._pace)
-        if engine.residence is not None and needs.activation_bytes is not None:
-            engine.residence.gatherer.widen(max(0, spare or 0))
+        is_measured = needs.activation_bytes is not None
+        if engine.residence is not None and self.has_limit:
+            engine.residence.gatherer.widen(max(0, spare or 0) if is_measured else 0)
 
     def _make_plan(
         self, shapes: Sequence[ChunkShape], sizes: list[ChunkBytes], needs: Needs
@@ -209,6 +218,14 @@ class Adaptation:
             held_bytes = 0 if state is None else state.num_bytes(leaving_out=MASTER)
             sizes.append(shape.sizes(held_bytes + added_bytes.get(chunk, 0)))
         return sizes
+
+
+def least_needs(shapes: Sequence[ChunkShape]) -> Needs:
+    """Return what the accelerator holds beside slices as long as nothing was measured."""
+    return Needs(
+        resident_bytes=sum(shape.whole_bytes for shape in shapes if not shape.is_sliced),
+        gather_bytes=least_cache_bytes(shapes),
+    )
 
 
 def least_cache_bytes(shapes: Sequence[ChunkShape]) -> int:

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ShardwiseError, mismatch
 from shardwise.runtime.chunk import Presence
 from shardwise.runtime.managed import local_part
+from shardwise.runtime.meter import Holding
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -72,7 +73,7 @@ class SavedViews:
         chunk = self._gatherer.owner_of(view)
         if chunk is not None:
             return ChunkHandle(chunk, view, tensor._spec if is_distributed else None)
-        self._meter.watch_saved(view)
+        self._meter.watch_new(view, Holding.ACTIVATIONS)
         # detached: a saved output would otherwise hold the graph that holds it
         return tensor.detach(), tensor._version
 

@@ -1,7 +1,8 @@
 """How many bytes one engine holds on the accelerator, by what they are for, and how many at most.
 
 A watched tensor counts with its storage, once, from when it is watched until its memory is free,
-whoever holds it last. What operators allocate for themselves in between is not seen.
+whoever holds it last. What operators allocate for themselves in between is not watched; the
+allocator of a real accelerator has counted it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
 
 
 class Holding(Enum):
@@ -52,7 +53,7 @@ class Meter:
         """What was held when the most was held."""
         self.lean_peak_bytes = 0
         """The most beside slices, with no more than ``cache_bytes`` of gathered chunks."""
-        self._device_type = device.type
+        self._device = device
         self._lock = threading.RLock()
         self._entries: dict[int, _Entry] = {}
         self._watched: Counter[Holding] = Counter()
@@ -72,20 +73,27 @@ class Meter:
         """The most that was held since the start or the last reset."""
         return self._peak_bytes
 
-    def activation_bytes(self) -> int:
-        """Return what is held beside slices and gathered chunks now."""
-        held = self.held
-        return sum(held.values()) - held[Holding.SLICES] - held[Holding.GATHERED]
+    @property
+    def unseen_bytes(self) -> int:
+        """What the device's allocator has held beyond the peak: temporaries of operators, the loss.
+
+        0 where ordinary memory stands for an accelerator.
+        """
+        if not self.is_on or self._device.type == "cpu":
+            return 0
+        return max(0, torch.accelerator.max_memory_allocated(self._device) - self._peak_bytes)
 
     def reset(self) -> None:
         """Let all high-water marks fall to what is held now."""
+        if self.is_on and self._device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats(self._device)
         with self._lock:
             self._peak_bytes = self.lean_peak_bytes = 0
             self._note_peaks()
 
     def watch(self, tensor: torch.Tensor, holding: Holding) -> None:
         """Count a tensor's memory from now on, or from now on as something else."""
-        if not self.is_on or tensor.device.type != self._device_type:
+        if not self.is_on or tensor.device.type != self._device.type:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -101,16 +109,16 @@ class Meter:
             self._watched[holding] += entry.num_bytes
             self._note_peaks()
 
-    def watch_saved(self, tensor: torch.Tensor) -> None:
-        """Count what autograd saves, unless it is counted as something else."""
-        if not self.is_on or tensor.device.type != self._device_type:
+    def watch_new(self, tensor: torch.Tensor, holding: Holding) -> None:
+        """Count a tensor's memory, unless it is counted as something else, or has none."""
+        if not self.is_on or tensor.device.type != self._device.type:
             return
         try:
             key = tensor.untyped_storage()._cdata
         except NotImplementedError:  # sparse tensors and wrappers have no storage
             return
         if key not in self._entries:
-            self.watch(tensor, Holding.ACTIVATIONS)
+            self.watch(tensor, holding)
 
     def note_slices(self, num_bytes: int) -> None:
         """Say how many bytes of slices lie in blocks of the accelerator's tier now."""

@@ -101,11 +101,13 @@ class GradientReducer:
         self._hooks = GradientHooks(self._before, self._after)
         self.watch()
 
-    def watch(self) -> None:
-        """Hook parameters that became trainable, or lost their hooks."""
-        for record in self._hooks.watch(self.records):
+    def watch(self) -> bool:
+        """Hook parameters that became trainable, or lost their hooks; return whether any had."""
+        fresh = self._hooks.watch(self.records)
+        for record in fresh:
             if record.parameter.dtype is torch.float16 and self.bare_backward_refusal is None:
                 self.bare_backward_refusal = UNSCALED
+        return bool(fresh)
 
     def forget(self, record: ManagedParameter) -> None:
         """Hook a parameter anew before the next backward pass."""

@@ -14,6 +14,7 @@ from shardwise.residency import Segment
 from shardwise.runtime.activations import SavedTensorWatch
 from shardwise.runtime.containers import cast_floating, map_tensors
 from shardwise.runtime.hooks import Hook
+from shardwise.runtime.meter import Holding
 
 if TYPE_CHECKING:
     from shardwise.runtime.engine import Engine
@@ -46,7 +47,9 @@ class RootHooks:
         with_grad = torch.is_grad_enabled()
         if with_grad:
             engine.refuse_stale_forward()
-            engine.reducer.watch()
+            is_more_trained = engine.reducer.watch()
+            if is_more_trained and engine.adaptation is not None:
+                engine.adaptation.start_over(engine)
             if engine.residence is None:
                 engine.recorder.note(engine.chunks, Segment.FORWARD)
         if engine.values.are_in_flight and (not with_grad or _is_compiled(module)):
@@ -78,6 +81,7 @@ class RootHooks:
         """Call back when a gradient reaches this output."""
         if tensor.requires_grad and not tensor.is_leaf and not _is_transformed(tensor):
             tensor.register_hook(self._note)
+            self._engine.meter.watch_new(tensor, Holding.ACTIVATIONS)
         return tensor
 
     def _note(self, grad: torch.Tensor) -> None:
