@@ -40,9 +40,11 @@ _BASELINE = "raw"
 class Raw:
     """A file of as many bytes, read and written in order."""
 
+    OPEN_FLAGS = os.O_RDWR | os.O_TMPFILE | os.O_DIRECT
+
     def __init__(self, folder: Path, num_bytes: int, block_bytes: int) -> None:
         """Write it once, so that its space exists."""
-        self._descriptor = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_DIRECT, 0o600)
+        self._descriptor = os.open(folder, self.OPEN_FLAGS, 0o600)
         os.posix_fallocate(self._descriptor, 0, num_bytes)
         self._offsets = range(0, num_bytes, block_bytes)
         self._buffers = [mmap.mmap(-1, block_bytes) for _ in range(2)]
