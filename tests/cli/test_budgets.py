@@ -16,10 +16,8 @@ def test_a_run_with_budgets_is_exact_and_ends_with_its_tiers(tmp_path) -> None:
     losses = []
     for number, more in enumerate([(), budgets]):
         out = tmp_path / f"out{number}"
-        code, output, errors = run(
-            [*PLAIN, *options, "--ranks", "2", "--precision", "fp32", "--check-parity", "2"]
-            + [*more, "--out", str(out)]
-        )
+        exact = ("--ranks", "2", "--precision", "fp32", "--check-parity", "2")
+        code, output, errors = run([*PLAIN, *options, *exact, *more, "--out", str(out)])
         assert code == 0, errors
         summary = json.loads((out / "summary.json").read_text())
         losses.append((summary["first_loss"], summary["last_loss"], summary["validation_loss"]))

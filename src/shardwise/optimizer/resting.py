@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.errors import BudgetError
-from shardwise.optimizer.kinds import STATE_PER_PARAMETER
+from shardwise.optimizer.kinds import STATE_PER_PARAMETER, known_as
 from shardwise.optimizer.pieces import is_whole_atom, shape_of_piece, shape_piece
 from shardwise.runtime.agreement import raise_together
 
@@ -56,6 +56,15 @@ class RestingState:
         Collectives: an agreement per engine whose state rests elsewhere.
         """
         self._plan(groups, engines)
+        self._add_foretold(groups, engines)
+        for engine in engines:
+            if engine.adaptation is not None:
+                engine.adaptation.note_slices(engine)
+
+    def _add_foretold(
+        self, groups: Sequence[Sequence[ManagedParameter]], engines: Sequence[Engine]
+    ) -> None:
+        """Add slices for the state that can be foretold: on all ranks, or on none."""
         added: list[tuple[StateSlices, str]] = []
         error: BudgetError | None = None
         try:
@@ -234,7 +243,7 @@ def foretell(
     Returns:
         The state tensors shaped like their parameter; none where the class cannot be tried.
     """
-    if kind not in STATE_PER_PARAMETER:
+    if known_as(kind) not in STATE_PER_PARAMETER:
         return {}
     probe = torch.nn.Parameter(torch.zeros((2, 2) if is_matrix else 2, dtype=dtype))
     probe.grad = torch.zeros_like(probe)

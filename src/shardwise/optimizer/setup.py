@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shardwise.options import AdaptiveOffload, MixedPrecision, StaticOffload
+    from shardwise.options import AdaptiveOffload, LossScale, MixedPrecision, StaticOffload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +48,10 @@ class SetUp:
     """What a cut may not split."""
     leaves_stand_ins: bool = True
     """Mark reduced gradients in ``parameter.grad``."""
+    loss_scale: LossScale | None = None
+    """Loss scaling; None takes that of the parameters' precision."""
+    norm_type: float = 2.0
+    """The p of the norm that a face clips to by itself."""
 
     def given(self) -> list[str]:
         """Return the names of settings that only matter for unmanaged parameters."""

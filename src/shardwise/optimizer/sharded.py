@@ -113,7 +113,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> ShardedOptimizer:
         """Wrap what ``set_up`` has bound: for faces with settings that the constructor lacks."""
         self = cls.__new__(cls)
-        self._max_norm, self._norm_type = check_clip(max_norm), 2.0
+        self._max_norm, self._norm_type = check_clip(max_norm), options.norm_type
         self._become(inner, binding, options)
         return self
 
@@ -133,7 +133,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         binding.serve(self)
         precisions = (engine.precision for engine in binding.engines())
         precision = next((one for one in precisions if one is not None), None)
-        scale = precision.loss_scale if precision is not None else LossScale()
+        scale = options.loss_scale or (precision.loss_scale if precision else LossScale())
         self._gradients = Gradients(binding, LossScaler(scale))
         self.last_step_skipped = False
         self._norm: float = 0.0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import optimizer as torch_optimizer
 
-from shardwise.optimizer.kinds import ELEMENT_WISE, STATE_PER_PARAMETER
+from shardwise.optimizer.kinds import ELEMENT_WISE, STATE_PER_PARAMETER, known_as
 from shardwise.optimizer.pieces import shape_piece
 from shardwise.optimizer.tiles import Parts, cut_tiles, tile_numel
 from shardwise.optimizer.update_gradient import (
@@ -74,7 +74,7 @@ class Stepper:
             torch_optimizer._global_optimizer_pre_hooks,
             torch_optimizer._global_optimizer_post_hooks,
         )
-        return type(optimizer) in STATE_PER_PARAMETER and not any(hooks)
+        return known_as(type(optimizer)) in STATE_PER_PARAMETER and not any(hooks)
 
     def _step_per_chunk(
         self,
@@ -138,7 +138,7 @@ class Stepper:
         own, optimizer = chunk.own, self._optimizer
         groups = optimizer.param_groups
         if (
-            type(optimizer) not in ELEMENT_WISE
+            known_as(type(optimizer)) not in ELEMENT_WISE
             or own.gradient_S is None
             or own.update_S.device.type != "cpu"
             or any(group.get("differentiable") for group in groups)

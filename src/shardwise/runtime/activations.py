@@ -1,4 +1,4 @@
-"""Count what autograd saves at stages 0 to 2, where nothing else looks at saved tensors."""
+"""Count what autograd saves where nothing else looks at it: where parameters stay whole."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Protocol
 from shardwise.residency import Needs, Pace, adapt, spare_bytes
 from shardwise.residency import Tier as TierName
 from shardwise.runtime.agreement import raise_together
+from shardwise.runtime.divergence import explain
 from shardwise.runtime.homes import Plan
 from shardwise.runtime.limits import most
 from shardwise.runtime.meter import Holding
@@ -61,6 +62,8 @@ class Adaptation:
 
     def __init__(self, mover: Mover, limits: Limits) -> None:
         """Know nothing of a step yet."""
+        self.keep_bytes: float = 0
+        """Gathered bytes that the user wants to keep between forward and backward."""
         self.limits = limits
         """Of all ranks, once they have agreed."""
         self.plan: Plan | None = None
@@ -69,7 +72,7 @@ class Adaptation:
         self.followers: weakref.WeakSet[Follower] = weakref.WeakSet()
         """Told, as long as they live, which chunks have slices in other places."""
         self._mover = mover
-        self._pace = Pace()
+        self._pace = Pace(holds_gradients=False)
         self.sizes: list[ChunkBytes] = []
         """Of all chunks, with the state that there is."""
 
@@ -80,20 +83,24 @@ class Adaptation:
 
     def first_plan(self, shapes: Sequence[ChunkShape]) -> Plan:
         """Return homes for new chunks. Raises ``BudgetError`` where nothing fits."""
-        self._pace = Pace(gather_bytes=least_cache_bytes(shapes), holds_gradients=False)
-        self.needs = least_needs(shapes)
-        self.sizes = [shape.sizes(0) for shape in shapes]
-        return self._make_plan(shapes, self.sizes, self.needs)
+        sizes, needs = [shape.sizes(0) for shape in shapes], self._least_needs(shapes)
+        return self._make_plan(shapes, sizes, needs)
 
     def adopt(self, plan: Plan) -> None:
         """Take the first plan as what is."""
         self.plan = plan
+        self.sizes = [shape.sizes(0) for shape in plan.shapes]
+        self.needs = self._least_needs(plan.shapes)
 
     def begin(self, engine: Engine) -> None:
         """Meter chunks that have just been packed."""
         engine.meter.cache_bytes = self.needs.gather_bytes
-        engine.meter.note_slices(self._mover.tiers.accelerator.allocated_bytes)
+        self.note_slices(engine)
         engine.meter.reset()
+
+    def note_slices(self, engine: Engine) -> None:
+        """Let the meter know of slices that were made or moved."""
+        engine.meter.note_slices(self._mover.tiers.accelerator.allocated_bytes)
 
     def expect(self, engine: Engine, added_bytes: Mapping[Chunk, int]) -> None:
         """Plan for state that an optimizer is about to add, and move what is in its way.
@@ -116,11 +123,14 @@ class Adaptation:
         if self.limits.accelerator_bytes is None:
             return
         known_bytes, meter = self.needs.activation_bytes, engine.meter
+        self.note_slices(engine)
         unseen_bytes = meter.unseen_bytes
-        lean_bytes, peak_bytes = most(
-            [meter.lean_peak_bytes + unseen_bytes, meter.peak_bytes + unseen_bytes],
-            engine.topology,
-        )
+        engine.whereabouts.note("agreement on memory")
+        with explain(engine.whereabouts):
+            lean_bytes, peak_bytes = most(
+                [meter.lean_peak_bytes + unseen_bytes, meter.peak_bytes + unseen_bytes],
+                engine.topology,
+            )
         needs, sizes = self.needs, self._measure_sizes(engine, {})
         if known_bytes is None or lean_bytes > known_bytes:
             needs = Needs(activation_bytes=lean_bytes)
@@ -142,7 +152,7 @@ class Adaptation:
             BudgetError: There is none, on all ranks alike; nothing was changed.
         """
         if self.has_limit and self.needs.activation_bytes is not None:
-            needs = least_needs(self._shapes_of(engine))
+            needs = self._least_needs(self._shapes_of(engine))
             self._change(engine, self._measure_sizes(engine, {}), needs)
 
     def _change(self, engine: Engine, sizes: list[ChunkBytes], needs: Needs) -> None:
@@ -155,6 +165,21 @@ class Adaptation:
         is_measured = needs.activation_bytes is not None
         if engine.residence is not None and self.has_limit:
             engine.residence.gatherer.widen(max(0, spare or 0) if is_measured else 0)
+
+    def _least_needs(self, shapes: Sequence[ChunkShape]) -> Needs:
+        """Return what the accelerator holds beside slices as long as nothing was measured.
+
+        Gathered chunks take the two largest bundles, or what the user wants to keep.
+        """
+        by_bundle: Counter[int] = Counter()
+        for shape in shapes:
+            if shape.is_sliced:
+                by_bundle[shape.bundle] += shape.whole_bytes
+        two_largest = sum(size for _, size in by_bundle.most_common(2))
+        return Needs(
+            resident_bytes=sum(shape.whole_bytes for shape in shapes if not shape.is_sliced),
+            gather_bytes=int(max(two_largest, min(self.keep_bytes, by_bundle.total()))),
+        )
 
     def _make_plan(
         self, shapes: Sequence[ChunkShape], sizes: list[ChunkBytes], needs: Needs
@@ -185,6 +210,7 @@ class Adaptation:
             for chunk in sorted(ways, key=lambda chunk: _ORDER.index(ways[chunk])):
                 moved.append(chunk)
                 self._move(chunk, plan, engine.meter)
+                self.note_slices(engine)
         except Exception as failure:
             error = failure
         for follower in list(self.followers):
@@ -200,7 +226,6 @@ class Adaptation:
         )
         if chunk.own.gradient_S is not None and chunk.own.keeps_gradients_here:
             meter.watch(chunk.own.gradient_S, Holding.SLICES)
-        meter.note_slices(self._mover.tiers.accelerator.allocated_bytes)
 
     def _shapes_of(self, engine: Engine) -> list[ChunkShape]:
         """Return the shapes of all chunks; some may have become trainable."""
@@ -218,20 +243,3 @@ class Adaptation:
             held_bytes = 0 if state is None else state.num_bytes(leaving_out=MASTER)
             sizes.append(shape.sizes(held_bytes + added_bytes.get(chunk, 0)))
         return sizes
-
-
-def least_needs(shapes: Sequence[ChunkShape]) -> Needs:
-    """Return what the accelerator holds beside slices as long as nothing was measured."""
-    return Needs(
-        resident_bytes=sum(shape.whole_bytes for shape in shapes if not shape.is_sliced),
-        gather_bytes=least_cache_bytes(shapes),
-    )
-
-
-def least_cache_bytes(shapes: Sequence[ChunkShape]) -> int:
-    """Return what gathered chunks take at least: those of the two largest bundles."""
-    by_bundle: Counter[int] = Counter()
-    for shape in shapes:
-        if shape.is_sliced:
-            by_bundle[shape.bundle] += shape.whole_bytes
-    return sum(size for _, size in by_bundle.most_common(2))

@@ -90,6 +90,8 @@ class Engine:
             raise
         if self.offload is not None:
             weakref.finalize(self, self.offload.close)
+        if self.adaptation is not None:
+            self.adaptation.keep_bytes = options.keep_bytes
         self.packing = replace(packing, offload=self.offload)
         self.options = options
         self.left_out: frozenset[nn.Parameter] = frozenset()

@@ -32,7 +32,9 @@ class RootHooks:
         """Hook the module."""
         module.register_forward_pre_hook(Hook(self.before_forward), with_kwargs=True)
         module.register_forward_hook(Hook(self.after_forward))
-        if self._engine.meter.is_on and self._engine.residence is None:
+        residence = self._engine.residence
+        saves_parameters = residence is None or residence.gatherer.keeps_all
+        if self._engine.meter.is_on and saves_parameters:  # nothing else looks at what is saved
             module.register_forward_pre_hook(Hook(self.before_saving))
             module.register_forward_hook(Hook(self.after_saving), always_call=True)
         module.register_load_state_dict_pre_hook(Hook(self.before_load))

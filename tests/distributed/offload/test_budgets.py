@@ -209,3 +209,30 @@ def test_shares_of_host_and_disk_are_of_what_the_node_has(tmp_path) -> None:
     for use in (report.host, report.disk):
         assert use.limit_bytes is not None
         assert 10**7 < use.limit_bytes < 10**14
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("keep", [False, 4 * CHUNK_BYTES])
+def test_chunks_that_the_user_keeps_gathered_are_counted(keep) -> None:
+    def build_kept(accelerator: int):
+        model = sw.shard(
+            model_of(),
+            stage=3,
+            units=[nn.Linear],
+            reshard_after_forward=keep,
+            chunk_bytes=CHUNK_BYTES,
+            offload=sw.AdaptiveOffload(sw.Budget(accelerator=accelerator)),
+        )
+        return model, sw.ShardedOptimizer(torch.optim.AdamW(model.parameters()))
+
+    size = 1
+    for _ in range(4):
+        try:
+            model, optimizer = build_kept(size)
+            train(model, optimizer, steps=3)
+        except sw.BudgetError as error:
+            size = asked_bytes(error, "accelerator")
+    kept_bytes = min(4, DEPTH) * CHUNK_BYTES if keep else DEPTH * CHUNK_BYTES
+    assert size > smallest() + kept_bytes - 2.1 * CHUNK_BYTES
+    report = sw.memory_report(model)
+    assert report.accelerator.peak_bytes <= size
