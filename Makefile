@@ -1,9 +1,9 @@
 # Every target is a small script in scripts/, which can be called directly with arguments.
 .DEFAULT_GOAL := help
-.PHONY: help train test check bench docs clean
+.PHONY: help train test check bench demo-offload docs clean
 
 help:   ## show this
-	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+): *## */  make \1\t/'
+	@grep -E '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+): *## */  make \1\t/'
 
 train:  ## train a small GPT on two ranks at stage 2, and compare with one process
 	@scripts/train
@@ -16,6 +16,9 @@ check:  ## format, lint, types, layers, size budgets, public names
 
 bench:  ## step time against DistributedDataParallel
 	@scripts/bench
+
+demo-offload: ## train five times what the accelerator may hold, and compare the bits
+	@scripts/demo-offload
 
 docs:   ## build the documentation into out/docs
 	@scripts/docs

@@ -22,12 +22,15 @@ from shardwise.errors import (
     ShardwiseError,
 )
 from shardwise.optimizer import ShardedOptimizer
-from shardwise.options import LossScale, MixedPrecision, StaticOffload
+from shardwise.options import AdaptiveOffload, Budget, LossScale, MixedPrecision, StaticOffload
+from shardwise.report import memory_report
 from shardwise.shard import full_gradient, full_parameters, no_sync, shard
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdaptiveOffload",
+    "Budget",
     "BudgetError",
     "CheckpointError",
     "ConfigurationError",
@@ -43,6 +46,7 @@ __all__ = [
     "full_parameters",
     "latest",
     "load",
+    "memory_report",
     "no_sync",
     "save",
     "shard",

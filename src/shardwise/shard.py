@@ -27,6 +27,7 @@ from shardwise.runtime.engine import Engine
 from shardwise.runtime.engine_options import EngineOptions
 from shardwise.runtime.managed import ATTRIBUTE, record_of
 from shardwise.runtime.materialise import Materialiser, device_for, has_meta
+from shardwise.runtime.meter import Holding
 from shardwise.runtime.offload import check_offload
 from shardwise.runtime.root import RootHooks
 from shardwise.runtime.topology import PARAMETER_STAGE, Topology, make_topology
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shardwise.options import MixedPrecision, StaticOffload
+    from shardwise.options import AdaptiveOffload, MixedPrecision, StaticOffload
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -54,7 +55,7 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
     reshard_after_forward: bool | int = True,
     ignored: Iterable[nn.Parameter] = (),
     gradient_reduction: Literal["mean", "sum"] = "mean",
-    offload: StaticOffload | None = None,
+    offload: StaticOffload | AdaptiveOffload | None = None,
     init_fn: Callable[[nn.Module], object] | None = None,
 ) -> ModuleT:
     """Shard the training state of a module over the data-parallel ranks, in place.
@@ -148,6 +149,8 @@ def shard(  # noqa: PLR0913 - the public face, all by keyword
         materialiser.finish()
     engine.left_out = frozenset(module.parameters()) - {r.parameter for r in engine.records}
     _share_the_rest(module, engine, left_alone, topology)
+    for tensor in (*module.buffers(), *engine.left_out):
+        engine.meter.watch(tensor, Holding.RESIDENT)
     module.__dict__[ATTRIBUTE] = engine
     engine.serve(module)
     RootHooks(engine).attach(module)

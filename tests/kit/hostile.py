@@ -66,7 +66,7 @@ class HostileTier(Tier):
         """Return the bytes of the elements."""
         return numel * dtype.itemsize
 
-    def open_pieces(self, block: Block) -> OpenPieces:
+    def open_pieces(self, block: Block, place: torch.Tensor | None = None) -> OpenPieces:
         """Read the block as one piece."""
         return open_memory(block)
 
@@ -151,12 +151,13 @@ def open_hostile_tiers(
     early_share: float = 0.0,
     accelerator_budget_bytes: int | None = None,
     host_budget_bytes: int | None = None,
+    disk_budget_bytes: int | None = None,
     disk: DiskOptions | None = None,
 ) -> Tiers:
     """Open tiers as ``shardwise.tiers.open_tiers`` does on the CPU, but hostile."""
     return Tiers(
         HostileTier(budget_bytes=accelerator_budget_bytes),
         HostileTier("host", budget_bytes=host_budget_bytes),
-        None if disk is None else DiskTier(disk),
+        None if disk is None else DiskTier(disk, budget_bytes=disk_budget_bytes),
         copier=Copier(LateScheduler(seed=seed, early_share=early_share)),
     )

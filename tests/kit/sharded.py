@@ -107,6 +107,21 @@ def run_step(
     return losses
 
 
+def assert_within_limits(optimizer: sw.ShardedOptimizer) -> None:
+    """No tier of an engine with budgets ever held more than its budget."""
+    for engine in optimizer._binding.engines():
+        if engine.adaptation is None or engine.offload is None:
+            continue
+        limits, tiers = engine.adaptation.limits, engine.offload.mover.tiers
+        disk_bytes = 0 if tiers.disk is None else tiers.disk.peak_bytes
+        for peak_bytes, limit_bytes in (
+            (engine.meter.peak_bytes, limits.accelerator_bytes),
+            (tiers.host.peak_bytes, limits.host_bytes),
+            (disk_bytes, limits.disk_bytes),
+        ):
+            assert limit_bytes is None or peak_bytes <= limit_bytes, engine.meter.peak
+
+
 def updated_values(model: nn.Module, optimizer: sw.ShardedOptimizer) -> dict[str, Tensor]:
     """What the optimizer updates, whole: masters where there are some, else the parameters."""
     is_module = model.__dict__.get("_shardwise") is not None
@@ -147,6 +162,7 @@ def assert_like_one_process(
             optimizer.grad_norm,
             record.grad_norm,
         )
+    assert_within_limits(optimizer)
     actual = updated_values(model, optimizer)
     if atol == 0:
         assert_bit_equal(actual, expected[-1].parameters, what=str(setting))

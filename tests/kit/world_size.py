@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from multiprocessing.context import ForkServerProcess
 
 _DEFAULT_TIMEOUT_S = 30.0
+# Set to anything, state of all that is sharded rests in hostile host memory: scripts/test-hostile.
+_OFFLOAD = "SHARDWISE_TEST_OFFLOAD"
 # After one rank has failed the others wait in a collective for a partner that will not come.
 _GRACE_S = 2.0
 # `torch._dynamo` is imported by the first optimizer of a process, which takes seconds.
@@ -254,6 +256,10 @@ def _rank_environment(rank: int, job: _Job) -> Generator[None]:
         # below the test's own limit, so that the rank that waits can say for what it waits
         timeout=datetime.timedelta(seconds=0.8 * job.timeout_s),
     )
+    if os.environ.get(_OFFLOAD):
+        from tests.kit.offloaded import offload_everything
+
+        offload_everything()
     dist.barrier()  # a rank that ends at once must not leave others half connected
     yield
     dist.destroy_process_group()

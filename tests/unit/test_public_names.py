@@ -5,6 +5,8 @@ from __future__ import annotations
 import shardwise
 
 PUBLIC_NAMES = [
+    "AdaptiveOffload",
+    "Budget",
     "BudgetError",
     "CheckpointError",
     "ConfigurationError",
@@ -20,6 +22,7 @@ PUBLIC_NAMES = [
     "full_parameters",
     "latest",
     "load",
+    "memory_report",
     "no_sync",
     "save",
     "shard",

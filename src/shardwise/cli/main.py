@@ -12,6 +12,37 @@ from typing import Annotated, Final, NoReturn
 
 import typer
 
+from shardwise.cli.options import (
+    AcceleratorBudget,
+    Accumulation,
+    Batch,
+    CheckParity,
+    CheckpointDir,
+    ClipGradNorm,
+    Config,
+    Data,
+    Device,
+    DiskBudget,
+    DiskPath,
+    HostBudget,
+    LearningRate,
+    Model,
+    OffloadOptimizer,
+    OffloadParameters,
+    OffloadPath,
+    Out,
+    Precision,
+    Ranks,
+    Resume,
+    SaveEvery,
+    Seed,
+    Sequence,
+    ShardSize,
+    Stage,
+    Steps,
+    ValidateEvery,
+)
+
 BAD_INPUT: Final = 2
 INTERRUPTED: Final = 130
 
@@ -22,194 +53,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Shard the training state of PyTorch models over data-parallel ranks.",
 )
-
-
-# An option is None unless it is given: then the file's value stands, or the default named in the
-# help text.
-_RUN, _SHARD, _TRAINING = "The run", "Sharding", "Training"
-
-Config = Annotated[
-    Path | None,
-    typer.Option(help="TOML file with any of the settings; options win.", rich_help_panel=_RUN),
-]
-Ranks = Annotated[
-    int | None,
-    typer.Option(
-        help="Start this many processes here, as torchrun would.",
-        show_default="this one",
-        rich_help_panel=_RUN,
-        min=1,
-    ),
-]
-Out = Annotated[
-    str | None,
-    typer.Option(
-        help="Folder for metrics.jsonl, config.toml, summary.json and report.md.",
-        show_default="none",
-        rich_help_panel=_RUN,
-    ),
-]
-CheckParity = Annotated[
-    int | None,
-    typer.Option(
-        metavar="STEPS",
-        help="First compare so many steps with one plain process.",
-        show_default="0",
-        rich_help_panel=_RUN,
-    ),
-]
-CheckpointDir = Annotated[
-    str | None,
-    typer.Option(
-        metavar="DIR",
-        help="Folder for checkpoints; a run continues from the newest good one.",
-        show_default="none",
-        rich_help_panel=_RUN,
-    ),
-]
-SaveEvery = Annotated[
-    int | None,
-    typer.Option(
-        metavar="STEPS",
-        help="Steps between checkpoints, 0 for one at the end.",
-        show_default="0",
-        rich_help_panel=_RUN,
-    ),
-]
-Resume = Annotated[
-    bool | None,
-    typer.Option(
-        "--resume/--no-resume",
-        help="Continue from the newest good checkpoint, or start over.",
-        show_default="--resume",
-        rich_help_panel=_RUN,
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(help="Of weights, samples and text.", show_default="0", rich_help_panel=_RUN),
-]
-Stage = Annotated[
-    int | None,
-    typer.Option(
-        help="0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.",
-        show_default="2",
-        rich_help_panel=_SHARD,
-    ),
-]
-Precision = Annotated[
-    str | None,
-    typer.Option(
-        metavar="auto|fp32|bf16|fp16",
-        help="auto is bf16 where the processor has bf16 instructions, else fp32.",
-        show_default="auto",
-        rich_help_panel=_SHARD,
-    ),
-]
-ShardSize = Annotated[
-    int | None,
-    typer.Option(
-        metavar="RANKS",
-        help="Shard inside groups of so many ranks, replicate across.",
-        show_default="all ranks",
-        rich_help_panel=_SHARD,
-    ),
-]
-OffloadOptimizer = Annotated[
-    float | None,
-    typer.Option(
-        metavar="FRACTION",
-        help="Of masters and optimizer state, that rests off the accelerator.",
-        show_default="0",
-        rich_help_panel=_SHARD,
-    ),
-]
-OffloadParameters = Annotated[
-    float | None,
-    typer.Option(
-        metavar="FRACTION",
-        help="Of the parameters' slices, that rests off the accelerator; stage 3.",
-        show_default="0",
-        rich_help_panel=_SHARD,
-    ),
-]
-OffloadPath = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FOLDER",
-        help="On a local disk, where these rest.",
-        show_default="host memory",
-        rich_help_panel=_SHARD,
-    ),
-]
-Device = Annotated[
-    str | None,
-    typer.Option(
-        metavar="auto|cpu|cuda",
-        help="auto is an accelerator if there is one.",
-        show_default="auto",
-        rich_help_panel=_SHARD,
-    ),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        metavar="tiny|small|medium|large",
-        help="Size of the GPT.",
-        show_default="small",
-        rich_help_panel=_TRAINING,
-    ),
-]
-Data = Annotated[
-    str | None,
-    typer.Option(
-        metavar="PATH",
-        help="Text file or folder.",
-        show_default="the source of the Python standard library",
-        rich_help_panel=_TRAINING,
-    ),
-]
-Steps = Annotated[
-    int | None,
-    typer.Option(help="Optimizer steps.", show_default="1000", rich_help_panel=_TRAINING),
-]
-Batch = Annotated[
-    int | None,
-    typer.Option(
-        help="Samples per rank and micro-batch.", show_default="4", rich_help_panel=_TRAINING
-    ),
-]
-Accumulation = Annotated[
-    int | None,
-    typer.Option(help="Micro-batches per step.", show_default="1", rich_help_panel=_TRAINING),
-]
-Sequence = Annotated[
-    int | None,
-    typer.Option(help="Bytes per sample.", show_default="128", rich_help_panel=_TRAINING),
-]
-LearningRate = Annotated[
-    float | None,
-    typer.Option(
-        help="Highest rate of the schedule.", show_default="0.003", rich_help_panel=_TRAINING
-    ),
-]
-ClipGradNorm = Annotated[
-    float | None,
-    typer.Option(
-        help="Largest global gradient norm, 0 for none.",
-        show_default="1.0",
-        rich_help_panel=_TRAINING,
-    ),
-]
-ValidateEvery = Annotated[
-    int | None,
-    typer.Option(
-        metavar="STEPS",
-        help="Steps between validations, 0 for one at the end.",
-        show_default="250",
-        rich_help_panel=_TRAINING,
-    ),
-]
 
 
 @app.command()
@@ -228,6 +71,10 @@ def train(  # noqa: PLR0913 - the signature is the list of options
     offload_optimizer: OffloadOptimizer = None,
     offload_parameters: OffloadParameters = None,
     offload_path: OffloadPath = None,
+    accelerator_budget: AcceleratorBudget = None,
+    host_budget: HostBudget = None,
+    disk_budget: DiskBudget = None,
+    disk_path: DiskPath = None,
     device: Device = None,
     model: Model = None,
     data: Data = None,
@@ -253,6 +100,10 @@ def train(  # noqa: PLR0913 - the signature is the list of options
         "shard.offload_optimizer": offload_optimizer,
         "shard.offload_parameters": offload_parameters,
         "shard.offload_path": offload_path,
+        "shard.accelerator_budget": accelerator_budget,
+        "shard.host_budget": host_budget,
+        "shard.disk_budget": disk_budget,
+        "shard.disk_path": disk_path,
         "shard.device": device,
         "optimizer.learning_rate": learning_rate,
         "optimizer.clip_grad_norm": clip_grad_norm,
@@ -267,11 +118,7 @@ def train(  # noqa: PLR0913 - the signature is the list of options
         "run.resume": resume,
         "run.out": out,
     }
-    try:
-        code = _train(config, options, num_ranks=ranks)
-    except KeyboardInterrupt:
-        code = INTERRUPTED
-    raise typer.Exit(code)
+    raise typer.Exit(_train(config, options, num_ranks=ranks))
 
 
 @app.command()
@@ -336,7 +183,7 @@ def export(
 def _train(file: Path | None, options: dict[str, object], *, num_ranks: int | None) -> int:
     """Check the settings, then train in this process or start the ranks; returns the exit code."""
     from shardwise.cli.train.settings import load
-    from shardwise.errors import CheckpointError, ConfigurationError
+    from shardwise.errors import BudgetError, CheckpointError, ConfigurationError
 
     try:
         config = load(file, options)
@@ -347,11 +194,13 @@ def _train(file: Path | None, options: dict[str, object], *, num_ranks: int | No
             return run(config)
         check_device(config.shard.device)
         load_text(config)
-    except (ConfigurationError, CheckpointError) as error:
-        _refuse(str(error))
-    from shardwise.cli.launch import launch
+        from shardwise.cli.launch import launch
 
-    return launch(sys.argv[1:], num_ranks=num_ranks)
+        return launch(sys.argv[1:], num_ranks=num_ranks)
+    except (BudgetError, ConfigurationError, CheckpointError) as error:
+        _refuse(str(error))
+    except KeyboardInterrupt:
+        return INTERRUPTED
 
 
 def _refuse(message: str, *, verb: str = "train") -> NoReturn:

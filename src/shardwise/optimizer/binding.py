@@ -20,7 +20,7 @@ from shardwise.runtime.divergence import explain
 from shardwise.runtime.managed import ManagedParameter, record_of
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Generator, Iterator, Sequence
 
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.engine import Engine
@@ -55,6 +55,15 @@ class Binding:
         """Say that an optimizer updates all members."""
         for record in self.records():
             record.is_claimed = True
+        for engine in self.engines():
+            if engine.adaptation is not None:
+                engine.adaptation.followers.add(self)
+
+    def follow(self, chunks: Sequence[Chunk]) -> None:
+        """Look into slices that have moved."""
+        self.refresh()
+        for chunk in chunks:
+            self.resting.repoint(chunk)
 
     def members(self) -> Iterator[Member]:
         """Yield every parameter in index order (the order of a plain state dict)."""
@@ -134,14 +143,13 @@ class Binding:
                     plan[number].append(tensor)
             self._optimizer.param_groups[number]["params"] = visible
 
-    def visible_in(self, chunk: Chunk, *, with_left_out: bool) -> list[list[nn.Parameter]]:
-        """Return, per group, what the optimizer sees of one chunk (and of what is not sharded)."""
-        empty: list[list[nn.Parameter]] = [[] for _ in self.groups]
-        of_chunk = self._plans.get(chunk, empty)
-        if not with_left_out:
-            return of_chunk
-        left_out = self._plans.get(None, empty)
-        return [a + b for a, b in zip(of_chunk, left_out, strict=True)]
+    def visible_in(self, chunk: Chunk) -> list[list[nn.Parameter]]:
+        """Return, per group, what the optimizer sees of one chunk."""
+        return self._plans.get(chunk, [[] for _ in self.groups])
+
+    def visible_left_out(self) -> list[list[nn.Parameter]]:
+        """Return, per group, what is not sharded."""
+        return self._plans.get(None, [[] for _ in self.groups])
 
 
 def check_members(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:

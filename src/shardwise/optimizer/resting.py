@@ -8,15 +8,16 @@ view of it. While a slice is on disk, pieces and state are stand-ins: the right 
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwise.errors import BudgetError
-from shardwise.optimizer.kinds import STATE_PER_PARAMETER
+from shardwise.optimizer.kinds import STATE_PER_PARAMETER, known_as
 from shardwise.optimizer.pieces import is_whole_atom, shape_of_piece, shape_piece
-from shardwise.runtime.offload import raise_together
+from shardwise.runtime.agreement import raise_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Sequence
@@ -54,6 +55,16 @@ class RestingState:
 
         Collectives: an agreement per engine whose state rests elsewhere.
         """
+        self._plan(groups, engines)
+        self._add_foretold(groups, engines)
+        for engine in engines:
+            if engine.adaptation is not None:
+                engine.adaptation.note_slices(engine)
+
+    def _add_foretold(
+        self, groups: Sequence[Sequence[ManagedParameter]], engines: Sequence[Engine]
+    ) -> None:
+        """Add slices for the state that can be foretold: on all ranks, or on none."""
         added: list[tuple[StateSlices, str]] = []
         error: BudgetError | None = None
         try:
@@ -75,6 +86,25 @@ class RestingState:
                 slices.remove(key)
                 self._made.remove((slices, key))
             raise
+
+    def _plan(
+        self, groups: Sequence[Sequence[ManagedParameter]], engines: Sequence[Engine]
+    ) -> None:
+        """Let homes that follow sizes make room. Raises ``BudgetError`` on all ranks alike."""
+        added_bytes: Counter[Chunk] = Counter()
+        seen: set[tuple[Chunk, str]] = set()
+        for group, records in zip(self._optimizer.param_groups, groups, strict=True):
+            for record in records:
+                own = record.chunk.own
+                for name, dtype in self._foretell(group, record).items():
+                    key = self._key_of(name, dtype)
+                    is_there = own.state is not None and key in own.state
+                    if not is_there and (record.chunk, key) not in seen:
+                        seen.add((record.chunk, key))
+                        added_bytes[record.chunk] += own.numel * dtype.itemsize
+        for engine in engines:
+            if engine.adaptation is not None:
+                engine.adaptation.expect(engine, added_bytes)
 
     def _foretell(self, group: dict[str, Any], record: ManagedParameter) -> dict[str, torch.dtype]:
         """Return the state that a parameter of a group will have, cut like it."""
@@ -131,13 +161,28 @@ class RestingState:
             with self.at_hand(chunk):
                 pass
 
+    def repoint(self, chunk: Chunk) -> None:
+        """Point state at slices that have moved to another tier."""
+        slices = chunk.own.state
+        if slices is None:
+            return
+        if slices.is_in_memory:
+            self._show(chunk, slices)
+        else:
+            self._detach(chunk, slices)
+
     def _attach(self, chunk: Chunk, slices: StateSlices) -> None:
         """Give pieces and state their values; entries that are gone stay gone."""
-        if slices.is_on_host:
+        if slices.is_in_memory:
             return
-        for record, piece in self._pieces(chunk):
-            if chunk.own.is_update_on_disk:
+        if chunk.own.is_update_on_disk:
+            for record, piece in self._pieces(chunk):
                 piece.data = shape_piece(record, chunk.own.update_S)
+        self._show(chunk, slices)
+
+    def _show(self, chunk: Chunk, slices: StateSlices) -> None:
+        """Let state be views of slices that are at hand; entries that are gone stay gone."""
+        for record, piece in self._pieces(chunk):
             state = self._optimizer.state.get(piece, {})
             for name, key in list(self._away.get(record, {}).items()):
                 if name in state:
@@ -163,7 +208,7 @@ class RestingState:
 
     def _detach(self, chunk: Chunk, slices: StateSlices) -> None:
         """Leave stand-ins where values are about to go."""
-        if slices.is_on_host:
+        if slices.is_in_memory:
             return
         for record, piece in self._pieces(chunk):
             if chunk.own.is_update_on_disk:
@@ -217,7 +262,7 @@ def foretell(
     Returns:
         The state tensors shaped like their parameter; none where the class cannot be tried.
     """
-    if kind not in STATE_PER_PARAMETER:
+    if known_as(kind) not in STATE_PER_PARAMETER:
         return {}
     probe = torch.nn.Parameter(torch.zeros((2, 2) if is_matrix else 2, dtype=dtype))
     probe.grad = torch.zeros_like(probe)

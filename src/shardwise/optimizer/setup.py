@@ -17,6 +17,7 @@ from shardwise.runtime.engine import Engine
 from shardwise.runtime.engine_options import EngineOptions
 from shardwise.runtime.managed import record_of
 from shardwise.runtime.offload import check_offload
+from shardwise.runtime.repacking import repack
 from shardwise.runtime.topology import PARAMETER_STAGE, make_topology
 
 if TYPE_CHECKING:
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-    from shardwise.options import MixedPrecision, StaticOffload
+    from shardwise.options import AdaptiveOffload, LossScale, MixedPrecision, StaticOffload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +42,16 @@ class SetUp:
     """Dtypes and masters."""
     chunk_bytes: int | None = None
     """Capacity of a chunk."""
-    offload: StaticOffload | None = None
+    offload: StaticOffload | AdaptiveOffload | None = None
     """What rests off the accelerator."""
     atom: Atom | None = None
     """What a cut may not split."""
     leaves_stand_ins: bool = True
     """Mark reduced gradients in ``parameter.grad``."""
+    loss_scale: LossScale | None = None
+    """Loss scaling; None takes that of the parameters' precision."""
+    norm_type: float = 2.0
+    """The p of the norm that a face clips to by itself."""
 
     def given(self) -> list[str]:
         """Return the names of settings that only matter for unmanaged parameters."""
@@ -246,7 +251,7 @@ def _check_atoms(parameters: Sequence[nn.Parameter], atom: Atom) -> None:
             by_engine.setdefault(record.engine, {})[parameter] = numel
     for engine, atoms in by_engine.items():
         kept = {r.parameter: r.atom_numel for r in engine.records if r.atom_numel > 1}
-        engine.repack({**kept, **atoms})
+        repack(engine, {**kept, **atoms})
 
 
 def _make_engine(

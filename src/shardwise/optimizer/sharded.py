@@ -25,8 +25,9 @@ from shardwise.optimizer.arguments import (
 from shardwise.optimizer.gradients import Gradients, clip_coefficient
 from shardwise.optimizer.setup import SetUp, bind_group, set_up
 from shardwise.optimizer.state import StateExchange
-from shardwise.optimizer.stepping import Factors, Stepper
-from shardwise.options import HALF_DTYPES, LossScale, MixedPrecision, StaticOffload
+from shardwise.optimizer.stepping import Stepper
+from shardwise.optimizer.update_gradient import Factors
+from shardwise.options import HALF_DTYPES, AdaptiveOffload, LossScale, MixedPrecision, StaticOffload
 from shardwise.runtime.loss_scaling import LossScaler
 from shardwise.runtime.norms import check_norm_type
 
@@ -90,7 +91,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         norm_type: float = 2.0,
         mixed_precision: MixedPrecision | None = None,
         chunk_bytes: int | None = None,
-        offload: StaticOffload | None = None,
+        offload: StaticOffload | AdaptiveOffload | None = None,
         atom: Atom | None = None,
     ) -> None:
         self._max_norm = check_clip(clip_grad_norm)
@@ -112,7 +113,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     ) -> ShardedOptimizer:
         """Wrap what ``set_up`` has bound: for faces with settings that the constructor lacks."""
         self = cls.__new__(cls)
-        self._max_norm, self._norm_type = check_clip(max_norm), 2.0
+        self._max_norm, self._norm_type = check_clip(max_norm), options.norm_type
         self._become(inner, binding, options)
         return self
 
@@ -132,7 +133,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         binding.serve(self)
         precisions = (engine.precision for engine in binding.engines())
         precision = next((one for one in precisions if one is not None), None)
-        scale = precision.loss_scale if precision is not None else LossScale()
+        scale = options.loss_scale or (precision.loss_scale if precision else LossScale())
         self._gradients = Gradients(binding, LossScaler(scale))
         self.last_step_skipped = False
         self._norm: float = 0.0
@@ -279,6 +280,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._gradients.settle()
+        for engine in self._binding.engines():
+            if engine.adaptation is not None:
+                engine.adaptation.before_update(engine)
         self.last_step_skipped = False
         norm, divisors = self._gradients.measure(self._norm_type)
         self._norm = norm if self._clipped_norm is None else self._clipped_norm
@@ -296,7 +300,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self._stepper.step(Factors(divisors, coefficient))
         finally:
             for engine in divisors:
-                engine.settle_moves()
+                engine.end_step()
                 if not engine.options.knows_model:
                     engine.values.settle()
         return loss

@@ -186,8 +186,7 @@ class StateExchange:
         self, chunk: Chunk, indices: dict[ManagedParameter, int], name: str, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return one state of one chunk from all ranks, [C]. Collectives: one all-gather."""
-        device = chunk.own.device if chunk.own.state is None else torch.device("cpu")
-        slice_S = torch.zeros(chunk.own.numel, dtype=dtype, device=device)
+        slice_S = torch.zeros(chunk.own.numel, dtype=dtype, device=chunk.own.state_device)
         for record in indices:
             piece = self._binding.piece(record)
             value = self._optimizer.state.get(piece, {}).get(name) if piece is not None else None

@@ -72,7 +72,12 @@ class _Part(NamedTuple):
 
     chunk: int
     size_bytes: int
+    """On the accelerator."""
     is_update: bool
+    copy_bytes: int = 0
+    """Taken in addition elsewhere."""
+    gradient_bytes: int = 0
+    """The part that lies in host memory where the others lie on disk."""
 
 
 class _Cuts(NamedTuple):
@@ -158,6 +163,8 @@ class _Row:
                 index,
                 chunk.update_bytes + (0 if with_master[index] else chunk.working_bytes),
                 is_update=True,
+                copy_bytes=chunk.copy_bytes,
+                gradient_bytes=chunk.gradient_bytes,
             )
             for index, chunk in enumerate(chunks)
             if chunk.update_bytes
@@ -165,6 +172,8 @@ class _Row:
         self.parts = [*working, *updates]
         self._chunks = chunks
         self._ends = [0, *accumulate(part.size_bytes for part in self.parts)]
+        self._away_ends = [0, *accumulate(p.size_bytes + p.copy_bytes for p in self.parts)]
+        self._gradient_ends = [0, *accumulate(part.gradient_bytes for part in self.parts)]
         self.working_bytes = self._ends[len(working)]
         self._staging = {
             (has_updates_away, uses_disk): bound_staging(
@@ -187,26 +196,36 @@ class _Row:
         """Return what keeping the first parts takes there."""
         return self._ends[num_kept] + self.staging(num_kept).accelerator_bytes
 
-    def away_bytes(self, start: int) -> int:
-        """Return the size of all parts from one on."""
-        return self._ends[-1] - self._ends[start]
+    def host_bytes(self, num_kept: int, num_near: int) -> int:
+        """Return what lies in host memory between the cuts, and of what lies on disk."""
+        away, gradients = self._away_ends, self._gradient_ends
+        return away[num_near] - away[num_kept] + gradients[-1] - gradients[num_near]
+
+    def disk_bytes(self, num_near: int) -> int:
+        """Return what lies on disk if all parts from one on have their home there."""
+        away, gradients = self._away_ends, self._gradient_ends
+        return away[-1] - away[num_near] - (gradients[-1] - gradients[num_near])
 
     def num_near(self, num_kept: int, host_bytes: float) -> int | None:
         """Return how many parts come before the disk if there is one; None: copies do not fit."""
         room_bytes = host_bytes - self.staging(num_kept, uses_disk=True).host_bytes
-        if room_bytes < 0:
-            return None
-        return bisect_right(self._ends, self._ends[num_kept] + room_bytes) - 1
+        fitting = bisect_right(
+            range(num_kept, len(self.parts) + 1),
+            room_bytes,
+            key=lambda num_near: self.host_bytes(num_kept, num_near),
+        )
+        return num_kept + fitting - 1 if fitting else None
 
     def cut(self, num_kept: int, limits: Limits) -> _Cuts | None:
         """Return the cuts that keep the first parts; None if the others fit nowhere."""
         host_bytes, disk_bytes = _number(limits.host_bytes), _number(limits.disk_bytes)
         all_parts = len(self.parts)
         size_bytes = self.accelerator_bytes(num_kept)
-        if self.away_bytes(num_kept) + self.staging(num_kept).host_bytes <= host_bytes:
+        near_bytes = self.host_bytes(num_kept, all_parts)
+        if near_bytes + self.staging(num_kept).host_bytes <= host_bytes:
             return _Cuts(num_kept, all_parts, size_bytes)
         num_near = self.num_near(num_kept, host_bytes)
-        if num_near is None or self.away_bytes(num_near) > disk_bytes:
+        if num_near is None or self.disk_bytes(num_near) > disk_bytes:
             return None
         return _Cuts(num_kept, num_near, size_bytes)
 
@@ -228,7 +247,8 @@ class _Row:
             if position < cuts.num_kept:
                 continue
             home = Tier.HOST if position < cuts.num_near else Tier.DISK
-            if not part.is_update or self._chunks[part.chunk].writes_working:
+            chunk = self._chunks[part.chunk]
+            if not part.is_update or (chunk.writes_working and chunk.working_bytes):
                 working[part.chunk] = home
             if part.is_update:
                 update[part.chunk] = home
@@ -265,8 +285,9 @@ def _raise_elsewhere(row: _Row, limits: Limits, room_bytes: int) -> tuple[Tier, 
     if limits.disk_bytes != 0:
         num_near = row.num_near(num_kept, _number(limits.host_bytes))
         if num_near is not None:
-            return Tier.DISK, row.away_bytes(num_near)
-    return Tier.HOST, row.away_bytes(num_kept) + row.staging(num_kept).host_bytes
+            return Tier.DISK, row.disk_bytes(num_near)
+    near_bytes = row.host_bytes(num_kept, len(row.parts))
+    return Tier.HOST, near_bytes + row.staging(num_kept).host_bytes
 
 
 def _number(limit_bytes: int | None) -> float:

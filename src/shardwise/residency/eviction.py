@@ -138,6 +138,8 @@ def choose_prefetches(
     chosen: list[Prefetch] = []
     for distance, chunk in trace.upcoming(at=at):
         whole_bytes = trace.chunks[chunk].whole_bytes
+        if not whole_bytes:  # always whole
+            continue
         if chunk in coming:
             coming[chunk] = coming.pop(chunk)
         if chunk not in reads:

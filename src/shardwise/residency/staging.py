@@ -37,6 +37,10 @@ class Pace:
     """Where chunks are updated whose state does not lie on the accelerator; what lies on the
     accelerator is updated there."""
 
+    holds_gradients: bool = True
+    """Reduced gradients wait on the accelerator for their way to another tier; False where they are
+    copied at once, out of buffers that count as something else."""
+
     def __post_init__(self) -> None:
         """Refuse a pace that nothing could keep."""
         sizes = (self.gather_bytes or 0, self.prefetch_bytes, self.depth)
@@ -75,7 +79,7 @@ def bound_staging(
     updates = [c.update_bytes + c.working_bytes for c in chunks if c.update_bytes]
     on_accelerator = on_host = 0
     if has_updates_away:
-        on_accelerator += gradients
+        on_accelerator += gradients if pace.holds_gradients else 0
         if pace.update_tier is Tier.ACCELERATOR:
             on_accelerator += _largest(updates, 2 * pace.depth + 1)
         else:
@@ -83,8 +87,13 @@ def bound_staging(
     if uses_disk:
         # One more than the pipeline holds: a fetch that nothing hides, and the way back, share a
         # moment.
-        on_host = _largest([*updates, max(updates, default=0)], 2 * pace.depth + 2)
-        on_host += gradients + _working_in_flight(chunks, pace.prefetch_bytes)
+        passing = [
+            c.update_bytes + c.copy_bytes + c.working_bytes - c.gradient_bytes
+            for c in chunks
+            if c.update_bytes
+        ]
+        on_host = _largest([*passing, max(passing, default=0)], 2 * pace.depth + 2)
+        on_host += _working_in_flight(chunks, pace.prefetch_bytes)
     return Staging(on_accelerator, on_host)
 
 

@@ -35,7 +35,7 @@ class Purpose(Enum):
 
 UPDATE_PURPOSES = (Purpose.MASTER, Purpose.OPTIMIZER, Purpose.GRADIENT)
 """What an update takes besides the working slice. It lies in one tier for each chunk, since an
-update needs all of it at the same time."""
+update needs all of it at the same time; gradients of what lies on disk lie in host memory."""
 
 
 class State(NamedTuple):
@@ -60,11 +60,15 @@ class ChunkBytes:
     """Slices of all tensors of the optimizer's state."""
     gradient_bytes: int = 0
     """Slice of the reduced gradients; 0 for a frozen chunk."""
+    copy_bytes: int = 0
+    """What an update off the accelerator takes in addition: a copy of working parameters that are
+    whole on the accelerator and have no master."""
 
     def __post_init__(self) -> None:
         """Refuse negative sizes."""
         sizes = (
             self.whole_bytes,
+            self.copy_bytes,
             *(self.slice_bytes(purpose) for purpose in Purpose),
         )
         if min(sizes) < 0:
@@ -170,15 +174,22 @@ class Residency:
 
     def bytes_in(self, tier: Tier, chunks: Sequence[ChunkBytes]) -> int:
         """Return how many bytes have their home in a tier."""
-        return sum(
+        slices = sum(
             chunks[state.chunk].slice_bytes(state.purpose)
             for state, home in self.homes.items()
             if home is tier
         )
+        if tier is Tier.ACCELERATOR:
+            return slices
+        copies = (c.copy_bytes for i, c in enumerate(chunks) if self.update_home(i) is tier)
+        return slices + sum(copies)
 
 
 def reside(working: Iterable[Tier], update: Iterable[Tier]) -> Residency:
     """Return the residency with these homes, chunk by chunk.
+
+    Gradients of an update that lies on disk lie in host memory: they are added to before they are
+    read, and live for a part of the step only.
 
     Example:
         >>> reside([Tier.ACCELERATOR], [Tier.HOST]).home(0, Purpose.MASTER)
@@ -189,4 +200,6 @@ def reside(working: Iterable[Tier], update: Iterable[Tier]) -> Residency:
         homes[State(chunk, Purpose.WORKING)] = working_home
         for purpose in UPDATE_PURPOSES:
             homes[State(chunk, purpose)] = update_home
+        if update_home is Tier.DISK:
+            homes[State(chunk, Purpose.GRADIENT)] = Tier.HOST
     return Residency(homes)

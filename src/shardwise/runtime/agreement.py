@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.errors import BudgetError, mismatch
 from shardwise.runtime.collectives import all_reduce_scalars
 from shardwise.runtime.dry import is_dry_run
 
@@ -92,6 +93,20 @@ def is_true_anywhere(fact: bool, topology: Topology) -> bool:
         return fact
     flag = torch.tensor([int(fact)], dtype=torch.int64)
     return bool(all_reduce_scalars(flag, topology.axes, maximum=True))
+
+
+def raise_together(error: Exception | None, topology: Topology) -> None:
+    """Raise on every rank if one has an error. Collectives: one all-reduce of a number per axis."""
+    if not is_true_anywhere(error is not None, topology):
+        return
+    raise error or BudgetError(
+        mismatch(
+            "offload",
+            expected="room on every rank",
+            got="a rank without, which has said why",
+            fix="see the error of that rank",
+        )
+    )
 
 
 def _union(mask: int, num_bits: int, topology: Topology) -> int:

@@ -20,13 +20,14 @@ from shardwise.options import FLOATING_DTYPES, HALF_DTYPES, MixedPrecision
 from shardwise.runtime.agreement import fingerprints_agree
 from shardwise.runtime.chunk import Chunk
 from shardwise.runtime.collectives import broadcast_from_first, slice_of
+from shardwise.runtime.homes import ChunkShape
 from shardwise.runtime.managed import ManagedParameter, local_part, record_of
-from shardwise.runtime.offload import ChunkShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from shardwise.runtime.offload import Homes, Offload
+    from shardwise.runtime.homes import Homes
+    from shardwise.runtime.offload import Offload
     from shardwise.runtime.topology import Topology
 
 ALIGNMENT_BYTES = 64
@@ -231,7 +232,7 @@ def build_chunks(
         broadcast_from_first(source_C, topology)
         chunk = _chunk_from(source_C, plan, shape, topology)
         chunk.index = index
-        chunk.bundle = -1 - plan.first if family.bundle is None else family.bundle
+        chunk.bundle = shape.bundle
         packed.append((chunk, parts))
         if not is_repacking:
             _settle(chunk, parts, shape, topology, homes)
@@ -254,7 +255,7 @@ def _settle(
         chunk.own.rest_state(
             homes.state_of(chunk.index),
             is_trainable=shape.is_trainable,
-            is_beside_working=homes.is_together(chunk.index, shape),
+            is_beside_working=homes.plan.is_together(chunk.index),
         )
     if shape.is_sliced:
         chunk.shed(None if homes is None else homes.working_of(chunk.index))
@@ -272,6 +273,7 @@ def _shape_of(plan: _Plan, policy: PackingPolicy, topology: Topology) -> ChunkSh
         has_master=is_half and precision is not None and precision.master_weights,
         is_trainable=family.is_trainable,
         is_sliced=policy.is_sliced(topology),
+        bundle=-1 - plan.first if family.bundle is None else family.bundle,
     )
 
 

@@ -154,6 +154,13 @@ class Chunk:
         self.own.detach(home)
         self.let_go()
 
+    def note_idle(self) -> None:
+        """Count who holds absent parameters: an optimizer does, for one, and saves no values."""
+        if not self.is_whole:
+            for record in self.records:
+                if not record.lingers:
+                    record.note_idle()
+
     def expect(self, buffer_C: torch.Tensor, works: list[Waitable]) -> None:
         """Note that the whole chunk is arriving in a buffer."""
         self.move_to(Presence.GATHERING)

@@ -39,7 +39,7 @@ class Whereabouts:
 
     def __init__(self, axis: Axis) -> None:
         """Know the ranks that must meet."""
-        self._axis = axis
+        self.axis = axis
         self.step = 0
         """Completed steps."""
         self.gathered_print = 0
@@ -110,18 +110,18 @@ class Whereabouts:
 
     def _exchange(self, note: NoteT) -> dict[int, NoteT | None]:
         """Give a note to all ranks and return theirs by global rank."""
-        group = self._axis.group
+        group = self.axis.group
         if group is None:
             return {}
         store = _get_process_group_store(group)
         ranks = dist.get_process_group_ranks(group)
         # a rank that is a step behind or ahead looks under another key: leave the note at each
         for step in range(max(0, self.step - 1), self.step + 2):
-            key = f"shardwise/{self._axis.lane}/{step}/{dist.get_rank()}"
+            key = f"shardwise/{self.axis.lane}/{step}/{dist.get_rank()}"
             store.set(key, json.dumps(note))
         notes: dict[int, NoteT | None] = {}
         for rank in ranks:
-            key = f"shardwise/{self._axis.lane}/{self.step}/{rank}"
+            key = f"shardwise/{self.axis.lane}/{self.step}/{rank}"
             try:
                 store.wait([key], _PATIENCE)
                 notes[rank] = json.loads(store.get(key))

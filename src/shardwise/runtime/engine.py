@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
+from shardwise.errors import ConfigurationError
+from shardwise.residency import Segment
 from shardwise.runtime import refusals
 from shardwise.runtime.absent import describing
 from shardwise.runtime.build import (
@@ -34,8 +35,10 @@ from shardwise.runtime.collectives import (
 from shardwise.runtime.divergence import Whereabouts, explain
 from shardwise.runtime.dry import is_dry_run
 from shardwise.runtime.managed import ATTRIBUTE, ManagedParameter, record_of
+from shardwise.runtime.meter import Holding, Meter
 from shardwise.runtime.offload import describe, open_offload
 from shardwise.runtime.pool import BufferPool
+from shardwise.runtime.recorder import Recorder
 from shardwise.runtime.reducer import OUTSIDE_BACKWARD, UNSCALED, GradientReducer
 from shardwise.runtime.reduction import Reduction
 from shardwise.runtime.residence import Residence
@@ -46,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 
     from shardwise.options import MixedPrecision
+    from shardwise.runtime.adaptation import Adaptation
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.engine_options import EngineOptions
     from shardwise.runtime.materialise import Materialiser
@@ -86,6 +90,8 @@ class Engine:
             raise
         if self.offload is not None:
             weakref.finalize(self, self.offload.close)
+        if self.adaptation is not None:
+            self.adaptation.keep_bytes = options.keep_bytes
         self.packing = replace(packing, offload=self.offload)
         self.options = options
         self.left_out: frozenset[nn.Parameter] = frozenset()
@@ -108,14 +114,16 @@ class Engine:
         for record in self.records:
             record.is_counted = is_counted(record.parameter, parallel)
         self.whereabouts = Whereabouts(topology.shard)
-        self.pool = BufferPool()
+        self.meter = Meter(topology.device, is_on=self.adaptation is not None)
+        self.recorder = Recorder(self.meter)
+        self.pool = BufferPool(self.meter, is_frugal=self.has_limit)
         self.residence: Residence | None = None
         """What brings and releases chunks; None where all are resident."""
         by_record = {r: atoms[r.parameter] for r in self.records if atoms and r.parameter in atoms}
-        self._pack(by_record, materialiser.read if materialiser else read_parameter)
+        self.pack(by_record, materialiser.read if materialiser else read_parameter)
         self.values = ParameterValues(self)
 
-    def _pack(
+    def pack(
         self,
         atoms: dict[ManagedParameter, int],
         read: Callable[[ManagedParameter], torch.Tensor],
@@ -135,9 +143,14 @@ class Engine:
             )
         if self.packing.is_sliced(topology):
             self.residence = Residence(self, before)
+        for chunk in self.chunks:
+            if chunk.presence is Presence.RESIDENT:
+                self.meter.watch(chunk.whole_C, Holding.RESIDENT)
         for record in self.records:
             if record.chunk.presence is Presence.RESIDENT:
                 record.seen_version = record.parameter._version
+        if self.adaptation is not None:
+            self.adaptation.begin(self)
         self.reducer = self._make_reducer()
 
     def _make_reducer(self) -> GradientReducer:
@@ -157,6 +170,8 @@ class Engine:
         )
         if self.residence is not None:
             reducer.on_end = self.residence.gatherer.end_backward
+        else:
+            reducer.on_send = partial(_note_backward, self.recorder)
         reducer.on_weighted = partial(_weigh_with_nothing, weakref.ref(self))
         return reducer
 
@@ -225,39 +240,6 @@ class Engine:
             record.local for record in self.records if record.local is not None
         )
         return by_purpose
-
-    def repack(self, atoms: Mapping[nn.Parameter, int]) -> None:
-        """Pack again with other atoms, before any gradient or optimizer state exists.
-
-        Exact masters move along. Collectives: a broadcast per chunk and axis, and an all-gather of
-        the masters.
-        """
-        has_gradients = self.reducer.is_open or any(record.is_held for record in self.records)
-        if has_gradients or self.was_updated:
-            raise ShardwiseError(
-                mismatch(
-                    "an optimizer that needs whole parameters",
-                    expected="a model that was not trained since it was sharded",
-                    got="gradients" if has_gradients else "updates of an earlier optimizer",
-                    fix="make the ShardedOptimizer before the first backward pass",
-                )
-            )
-        self.values.settle()
-        masters: dict[ManagedParameter, torch.Tensor] = {}
-        for chunk in self.chunks:
-            if chunk.own.has_exact_master:
-                master_C = self.gather_update(chunk)
-                masters |= {record: record.view_in(master_C).clone() for record in chunk.records}
-        before, reducer = self.chunks, self.reducer
-        by_record = {r: atoms[r.parameter] for r in self.records if r.parameter in atoms}
-        read = read_parameter if self.residence is None else self.residence.read
-        self._pack(by_record, read, is_repacking=True)
-        reducer.close()
-        for chunk in before:
-            chunk.own.close()
-        with torch.no_grad():
-            for record, master in masters.items():
-                self.values.write_master(record, master)
 
     def refuse_stale_forward(self) -> None:
         """Raise before a forward on top of a backward pass that ended in an error."""
@@ -366,6 +348,22 @@ class Engine:
             wait_all(start_all_gather(buffer_C, axis, Channel.GATHER_GRADIENTS))
         return buffer_C
 
+    @property
+    def has_limit(self) -> bool:
+        """The bytes on the accelerator are limited."""
+        return self.adaptation is not None and self.adaptation.has_limit
+
+    @property
+    def adaptation(self) -> Adaptation | None:
+        """What moves slices between tiers; None where homes are fixed."""
+        return None if self.offload is None else self.offload.adaptation
+
+    def end_step(self) -> None:
+        """Wait for moves, and take what was recorded as one step."""
+        self.settle_moves()
+        if self.adaptation is not None:
+            self.recorder.end_step(self.adaptation.sizes)
+
     def settle_moves(self) -> None:
         """Wait until all that was changed is where it rests.
 
@@ -379,6 +377,11 @@ class Engine:
         """Return what the optimizer updates, whole. Collectives: one all-gather."""
         with chunk.own.at_hand(is_changed=False):
             return self.gather(chunk, chunk.own.update_S)
+
+
+def _note_backward(recorder: Recorder, chunk: Chunk) -> None:
+    """Record that a chunk's backward pass is over."""
+    recorder.note((chunk,), Segment.BACKWARD)
 
 
 def _weigh_with_nothing(engine: weakref.ref[Engine]) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from shardwise.options import StaticOffload
+    from shardwise.options import AdaptiveOffload, StaticOffload
     from shardwise.runtime.build import PackingPolicy
 
 
@@ -24,7 +24,7 @@ class EngineOptions:
     """Parameters are used inside one known module, so that first uses can wait for updates."""
     leaves_stand_ins: bool = True
     """Put a stand-in into ``parameter.grad`` while a reduced gradient is held; else None."""
-    offload: StaticOffload | None = None
+    offload: StaticOffload | AdaptiveOffload | None = None
     """What rests off the accelerator between uses."""
     keep_bytes: float = 0
     """Stage 3: gathered bytes to keep between forward and backward; inf keeps all."""

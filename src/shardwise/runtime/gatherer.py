@@ -20,18 +20,21 @@ from typing import TYPE_CHECKING
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
+from shardwise.residency import Segment
 from shardwise.runtime.chunk import Presence
 from shardwise.runtime.collectives import Channel, slice_of, start_all_gather
 from shardwise.runtime.divergence import explain
-from shardwise.runtime.pool import BufferPool, has_views
-from shardwise.runtime.uses import Segment, UseOrder
+from shardwise.runtime.meter import Holding
+from shardwise.runtime.pool import has_views
+from shardwise.runtime.uses import UseOrder
 
 if TYPE_CHECKING:
     from collections.abc import Generator, Iterable, Sequence
 
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.divergence import Whereabouts
-    from shardwise.runtime.topology import Axis
+    from shardwise.runtime.pool import BufferPool
+    from shardwise.runtime.recorder import Recorder
 
 OUTSIDE_BACKWARD = -1
 
@@ -42,10 +45,10 @@ class Gatherer:
     def __init__(
         self,
         chunks: Sequence[Chunk],
-        axis: Axis,
         *,
         whereabouts: Whereabouts,
-        pool: BufferPool | None = None,
+        pool: BufferPool,
+        recorder: Recorder,
         keep_bytes: float = 0,
         prefetch_bytes: int | None = None,
     ) -> None:
@@ -53,9 +56,9 @@ class Gatherer:
 
         Args:
             chunks: All of the engine, in order of definition.
-            axis: The shard axis.
-            whereabouts: Is told what this rank does, for when ranks do not meet.
-            pool: Where buffers come from and go to; default: one of its own.
+            whereabouts: Is told what this rank does, for when the ranks of its axis do not meet.
+            recorder: Is told of every use.
+            pool: Where buffers come from and go to; its meter is told what they are for.
             keep_bytes: Gathered bytes to keep where two bundles and prefetch are less; may be inf.
             prefetch_bytes: Bytes that may be gathered ahead of their use; default: one bundle.
         """
@@ -64,10 +67,12 @@ class Gatherer:
             by_bundle[chunk.bundle] += chunk.whole_bytes
         sizes = sorted(by_bundle.values(), reverse=True)
         ahead = (sizes[0] if sizes else 0) if prefetch_bytes is None else prefetch_bytes
+        self._bundle_bytes = sizes[0] if sizes else 0
         self.prefetch_bytes = ahead
         self.limit_bytes = max(sum(sizes[:2]) + ahead, keep_bytes)
         """Whole chunks take no more than this, unless pinned ones alone do."""
-        self.rest_bytes = max(sum(sizes[:2]), keep_bytes)
+        self._least_bytes = max(sum(sizes[:2]), keep_bytes)
+        self.rest_bytes = self._least_bytes
         """What stays between forward and backward, when activations take the most."""
         self.keeps = keep_bytes > 0
         """Chunks stay after a forward pass without gradients."""
@@ -80,12 +85,19 @@ class Gatherer:
         self.num_gathers = 0
         self._chunks = list(chunks)
         self._whereabouts = whereabouts
-        self._axis = axis
+        self._axis = whereabouts.axis
         self._present: dict[Chunk, None] = {}
         self._by_storage: dict[int, Chunk] = {}
-        self._pool = BufferPool() if pool is None else pool
+        self._pool = pool
+        self._recorder = recorder
         self._is_in_backward = False
         self._is_in_forward = False
+        self._reading: set[Chunk] = set()
+
+    def widen(self, spare_bytes: int) -> None:
+        """Let gathered chunks take more than the two largest bundles: ahead of use, then after."""
+        self.prefetch_bytes = min(self._bundle_bytes, spare_bytes)
+        self.limit_bytes = self.rest_bytes = self._least_bytes + spare_bytes
 
     # ------------------------------------------------------------------ use
 
@@ -102,6 +114,7 @@ class Gatherer:
             self.order.begin(Segment.BACKWARD)
         if in_backward or self._is_in_forward:
             self.order.note(chunk)
+            self._recorder.note((chunk,), self.order.segment)
         chunk.num_pins += 1
         try:
             with _plainly():
@@ -128,6 +141,7 @@ class Gatherer:
     def pin(self, chunks: Sequence[Chunk]) -> None:
         """Fetch chunks and keep them until ``unpin``; after an error none is kept."""
         for position, chunk in enumerate(chunks):
+            chunk.note_idle()
             try:
                 self.fetch(chunk)
             except BaseException:
@@ -177,6 +191,7 @@ class Gatherer:
         for chunk in list(self._present):
             if not chunk.num_pins:
                 self.release(chunk)
+        self._forget_reads()
         self._pool.clear()
 
     def end_forward(self, *, with_grad: bool) -> None:
@@ -202,6 +217,7 @@ class Gatherer:
     def _start(self, chunk: Chunk) -> None:
         """Begin to gather a released chunk."""
         buffer_C = self._pool.take(chunk.like, chunk.layout.numel)
+        self._reading.discard(chunk)
         place_S = slice_of(buffer_C, self._axis.rank, self._axis.size)
         self._whereabouts.note("gather of", chunk)
         self._whereabouts.note_gather(chunk)
@@ -213,6 +229,7 @@ class Gatherer:
             own_S=chunk.own.fill_own(place_S),
         )
         chunk.expect(buffer_C, works)
+        self._pool.meter.watch(buffer_C, Holding.GATHERED)
         self._by_storage[buffer_C.untyped_storage()._cdata] = chunk
         self._present[chunk] = None
         self.num_gathers += 1
@@ -233,6 +250,7 @@ class Gatherer:
     def _forget(self, chunk: Chunk, buffer_C: torch.Tensor) -> None:
         """Count a chunk as absent."""
         del self._present[chunk]
+        self._pool.meter.watch(buffer_C, Holding.BUFFERS)
         del self._by_storage[buffer_C.untyped_storage()._cdata]
         self.gathered_bytes -= chunk.whole_bytes
 
@@ -270,15 +288,29 @@ class Gatherer:
                 continue
             looked_at.add(chunk)
             ahead += chunk.whole_bytes
-            if ahead > self.prefetch_bytes:
-                return
             if chunk.presence is not Presence.RELEASED:
+                if ahead > self.prefetch_bytes:
+                    return
                 continue
+            if ahead > self.prefetch_bytes:
+                self._read_ahead(chunk)
+                return
             next_use = self.order.next_use(chunk)
             assert next_use is not None
             if not self._make_room(chunk, next_use=next_use):
                 return
             self._start(chunk)
+
+    def _read_ahead(self, chunk: Chunk) -> None:
+        """Let this rank's slice of what will be gathered next come from disk."""
+        if chunk.own.read_ahead():
+            self._reading.add(chunk)
+
+    def _forget_reads(self) -> None:
+        """Let go of slices that were read for gathers which did not come."""
+        for chunk in self._reading:
+            chunk.own.forget_reads()
+        self._reading.clear()
 
 
 @contextmanager

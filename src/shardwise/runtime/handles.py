@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from shardwise.errors import ShardwiseError, mismatch
 from shardwise.runtime.chunk import Presence
 from shardwise.runtime.managed import local_part
+from shardwise.runtime.meter import Holding
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.gatherer import Gatherer
+    from shardwise.runtime.meter import Meter
 
 
 class ChunkHandle:
@@ -42,9 +44,10 @@ class ChunkHandle:
 class SavedViews:
     """Packs and unpacks saved tensors for one gatherer."""
 
-    def __init__(self, gatherer: Gatherer) -> None:
-        """Serve one gatherer."""
+    def __init__(self, gatherer: Gatherer, meter: Meter) -> None:
+        """Serve one gatherer; the meter is told what else is saved."""
         self._gatherer = gatherer
+        self._meter = meter
 
     def hooks(self) -> saved_tensors_hooks | None:
         """Return the context in which a unit runs, None where nothing has to change.
@@ -70,6 +73,7 @@ class SavedViews:
         chunk = self._gatherer.owner_of(view)
         if chunk is not None:
             return ChunkHandle(chunk, view, tensor._spec if is_distributed else None)
+        self._meter.watch_new(view, Holding.ACTIVATIONS)
         # detached: a saved output would otherwise hold the graph that holds it
         return tensor.detach(), tensor._version
 
@@ -78,7 +82,7 @@ class SavedViews:
         if not isinstance(saved, ChunkHandle):
             tensor, version = saved
             if tensor._version != version:  # torch does not check what went through hooks
-                raise _modified(tensor, version)
+                raise modified(tensor, version)
             return tensor
         chunk = saved.chunk
         if chunk.num_updates != saved.update:
@@ -112,7 +116,7 @@ class _OuterHooks:
         return self._outer(tensor.detach() if is_own else tensor)
 
 
-def _modified(tensor: torch.Tensor, version: int) -> RuntimeError:
+def modified(tensor: torch.Tensor, version: int) -> RuntimeError:
     """Return the error that torch raises for an activation written to after it was saved."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "

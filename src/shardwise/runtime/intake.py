@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.runtime.meter import Holding
 from shardwise.runtime.placeholder import ShardedGradient
 
 if TYPE_CHECKING:
@@ -24,12 +25,15 @@ class GradientIntake:
     def keep_local(self, record: ManagedParameter) -> None:
         """Under no_sync: leave the gradient in place, or sum it in the wider reduce dtype."""
         grad = record.parameter.grad
+        if grad is not None:
+            self._reduction.pool.meter.watch_new(grad, Holding.BUFFERS)
         if grad is None or grad.dtype == record.chunk.reduce_dtype or not self._leaves_stand_ins:
             record.note_accumulated()
             return
         wide = record.localise(grad.to_dense() if grad.is_sparse else grad)
         wide = wide.to(record.chunk.reduce_dtype)
         record.local = wide if record.local is None else record.local.add_(wide)
+        self._reduction.pool.meter.watch_new(record.local, Holding.BUFFERS)
         self.show_stand_in(record)
 
     @torch.no_grad()
@@ -60,6 +64,7 @@ class GradientIntake:
         record.local = None
         chunk = record.chunk
         for part in parts:
+            self._reduction.pool.meter.watch_new(part, Holding.BUFFERS)
             if chunk.is_sent:
                 record.late = part.clone() if record.late is None else record.late.add_(part)
                 continue

@@ -1,20 +1,19 @@
-"""The choice of homes for one engine's chunks, and the tiers that they lie in."""
+"""The user's choice for one engine: its tiers, and the homes that chunks start with."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-
-from shardwise.errors import BudgetError, ConfigurationError, ShardwiseError, mismatch
-from shardwise.options import StaticOffload
-from shardwise.residency import ChunkBytes, Purpose, Residency, divide
+from shardwise.errors import BudgetError, ConfigurationError, mismatch
+from shardwise.options import AdaptiveOffload, StaticOffload
+from shardwise.residency import Limits, divide
 from shardwise.residency import Tier as TierName
-from shardwise.runtime.agreement import is_true_anywhere
+from shardwise.runtime.adaptation import Adaptation
+from shardwise.runtime.agreement import raise_together
 from shardwise.runtime.dry import is_dry_run
+from shardwise.runtime.homes import Homes, Plan
+from shardwise.runtime.limits import agree_on_limits, own_limits
 from shardwise.runtime.mover import Mover
-from shardwise.runtime.state_slices import MASTER, WORKING, StateSlices
 from shardwise.runtime.topology import PARAMETER_STAGE
 from shardwise.tiers import (
     AcceleratorTier,
@@ -29,48 +28,34 @@ from shardwise.tiers import (
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
+    from shardwise.runtime.homes import ChunkShape
     from shardwise.runtime.topology import Topology
-
-_ASSUMED_STATE = 2
-"""Slices of optimizer state in float32: Adam's. A fraction of bytes depends little on it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChunkShape:
-    """What the choice depends on, of one chunk."""
-
-    slice_numel: int
-    whole_numel: int
-    param_dtype: torch.dtype
-    reduce_dtype: torch.dtype
-    has_master: bool
-    is_trainable: bool
-    is_sliced: bool
-    """Stage 3: the working slice is a buffer of its own."""
-
-    def sizes(self) -> ChunkBytes:
-        """Return the bytes on one rank; a frozen chunk has no update."""
-        itemsize = self.param_dtype.itemsize
-        updated = self.slice_numel if self.is_trainable else 0
-        return ChunkBytes(
-            whole_bytes=self.whole_numel * itemsize if self.is_sliced else 0,
-            working_bytes=self.slice_numel * itemsize if self.is_sliced else 0,
-            master_bytes=4 * updated if self.has_master else 0,
-            optimizer_bytes=4 * updated * _ASSUMED_STATE,
-            gradient_bytes=updated * self.reduce_dtype.itemsize,
-        )
 
 
 class Offload:
     """Gives chunks slices off the accelerator, by the user's choice."""
 
-    def __init__(self, choice: StaticOffload, device: torch.device) -> None:
+    def __init__(self, choice: StaticOffload | AdaptiveOffload, device: torch.device) -> None:
         """Open the tiers."""
         self._choice = choice
-        folder = choice.disk_path
+        budget = choice.budget if isinstance(choice, AdaptiveOffload) else None
+        limits = Limits(disk_bytes=None) if budget is None else own_limits(budget, device)
+        folder = choice.disk_path if isinstance(choice, StaticOffload) else choice.budget.disk_path
         disk = None if folder is None else DiskOptions(folder=folder)
-        tiers = _dry_tiers(device) if is_dry_run() else open_tiers(device, disk=disk)
+        if is_dry_run():
+            tiers = _dry_tiers(device)
+        else:
+            tiers = open_tiers(
+                device,
+                host_budget_bytes=limits.host_bytes,
+                disk_budget_bytes=limits.disk_bytes,
+                disk=disk,
+            )
         self.mover = Mover(tiers)
+        self.adaptation = None if budget is None else Adaptation(self.mover, limits)
+        """Changes homes as more is known; None where they are fixed."""
 
     def choose(self, shapes: Sequence[ChunkShape], topology: Topology) -> Homes:
         """Return the homes of all chunks, equal on all ranks.
@@ -78,11 +63,13 @@ class Offload:
         Raises:
             BudgetError: There is no room for them on some rank; nothing was changed on any.
 
-        Collectives: one agreement.
+        Collectives: an agreement on limits and one on room.
         """
+        if self.adaptation is not None:
+            self.adaptation.limits = agree_on_limits(self.adaptation.limits, topology)
         homes, error = None, None
         try:
-            homes = Homes(self, divide([shape.sizes() for shape in shapes], self._choice), shapes)
+            homes = Homes(self.mover, self._plan(shapes))
         except BudgetError as refusal:
             error = refusal
         try:
@@ -92,16 +79,29 @@ class Offload:
                 homes.close()
             raise
         assert homes is not None
+        if self.adaptation is not None:
+            self.adaptation.adopt(homes.plan)
         return homes
 
-    @property
-    def rests_all(self) -> bool:
-        """All state rests off the accelerator, also that of chunks which are frozen today."""
-        return self._choice.optimizer == 1
+    def _plan(self, shapes: Sequence[ChunkShape]) -> Plan:
+        """Return what the choice means for some chunks."""
+        if self.adaptation is not None:
+            return self.adaptation.first_plan(shapes)
+        assert isinstance(self._choice, StaticOffload)
+        rests_all = self._choice.optimizer == 1  # also what is frozen today
+        away = TierName.HOST if self._choice.to == "host" else TierName.DISK
+        return Plan(
+            divide([shape.sizes() for shape in shapes], self._choice),
+            shapes,
+            unused_home=away if rests_all else TierName.ACCELERATOR,
+        )
 
     @property
     def rests_parameters(self) -> bool:
-        """Some working slices rest off the accelerator."""
+        """Some working slices rest off the accelerator, or may do so."""
+        if self.adaptation is not None:
+            return self.adaptation.has_limit
+        assert isinstance(self._choice, StaticOffload)
         return self._choice.parameters > 0
 
     def close(self) -> None:
@@ -115,114 +115,21 @@ def _dry_tiers(device: torch.device) -> Tiers:
     return Tiers(accelerator, HostTier(), HostTier(), copier=copier)
 
 
-class Homes:
-    """Where the slices of each chunk rest; room for masters and working slices is taken at once."""
-
-    def __init__(
-        self, offload: Offload, residency: Residency, shapes: Sequence[ChunkShape]
-    ) -> None:
-        """Take room.
-
-        Raises:
-            BudgetError: It is not there; nothing was changed.
-        """
-        self._offload, self._residency = offload, residency
-        self._states: list[StateSlices | None] = []
-        self._working: list[StateSlices | None] = []
-        try:
-            for index, shape in enumerate(shapes):
-                self._add(index, shape)
-        except BudgetError:
-            self.close()
-            raise
-
-    def _add(self, index: int, shape: ChunkShape) -> None:
-        """Take room for one chunk."""
-        working = self._slices(self._working_home(index), shape)
-        self._working.append(working)
-        if working is not None:
-            working.add(WORKING, shape.param_dtype)
-        state = self._slices(self._state_home(index, shape), shape)
-        self._states.append(state)
-        is_updated_apart = shape.has_master or not self.is_together(index, shape)
-        if state is not None and shape.is_trainable and is_updated_apart:
-            state.add(MASTER, torch.float32 if shape.has_master else shape.param_dtype)
-
-    def close(self) -> None:
-        """Give the room back."""
-        for slices in (*self._states, *self._working):
-            if slices is not None:
-                slices.close()
-
-    def state_of(self, index: int) -> StateSlices | None:
-        """Return the home of a chunk's master and optimizer state, None on the accelerator."""
-        return self._states[index]
-
-    def working_of(self, index: int) -> StateSlices | None:
-        """Return the home of a chunk's working slice, None on the accelerator."""
-        return self._working[index]
-
-    def is_together(self, index: int, shape: ChunkShape) -> bool:
-        """Return whether state and working slice rest in one tier."""
-        return shape.is_sliced and self._working_home(index) is self._state_home(index, shape)
-
-    def _working_home(self, index: int) -> TierName:
-        """Return where a working slice rests."""
-        return self._residency.home(index, Purpose.WORKING)
-
-    def _state_home(self, index: int, shape: ChunkShape) -> TierName:
-        """Return where masters and optimizer state rest.
-
-        A frozen chunk has none of these yet; it follows the rest. Where the working slice itself is
-        updated, its state lies with it.
-        """
-        home, tiers = self._residency.update_home(index), self._offload.mover.tiers
-        if not shape.is_trainable and self._offload.rests_all:
-            home = TierName.HOST if tiers.disk is None else TierName.DISK
-        if home is TierName.ACCELERATOR and shape.is_sliced and not shape.has_master:
-            return self._working_home(index)
-        return home
-
-    def _slices(self, name: TierName, shape: ChunkShape) -> StateSlices | None:
-        """Return an empty home in a tier, None for the accelerator."""
-        mover = self._offload.mover
-        match name:
-            case TierName.HOST:
-                return StateSlices(mover, mover.tiers.host, shape.slice_numel)
-            case TierName.DISK:
-                assert mover.tiers.disk is not None
-                return StateSlices(mover, mover.tiers.disk, shape.slice_numel)
-            case TierName.ACCELERATOR:
-                return None
-
-
-def raise_together(error: ShardwiseError | None, topology: Topology) -> None:
-    """Raise on every rank if one has an error. Collectives: one all-reduce of a number per axis."""
-    if not is_true_anywhere(error is not None, topology):
-        return
-    raise error or BudgetError(
-        mismatch(
-            "offload",
-            expected="room on every rank",
-            got="a rank without, which has said why",
-            fix="see the error of that rank",
-        )
-    )
-
-
-def check_offload(choice: StaticOffload | None, *, stage: int) -> StaticOffload | None:
+def check_offload(
+    choice: StaticOffload | AdaptiveOffload | None, *, stage: int
+) -> StaticOffload | AdaptiveOffload | None:
     """Return a choice, or refuse one that is none or could have no effect.
 
     Raises:
         ConfigurationError: Of another type, or parameters are to rest where they are always whole.
     """
-    if choice is None:
-        return None
+    if choice is None or isinstance(choice, AdaptiveOffload):
+        return choice
     if not isinstance(choice, StaticOffload):
         raise ConfigurationError(
             mismatch(
                 "offload",
-                expected="a shardwise.StaticOffload or None",
+                expected="a shardwise.StaticOffload, a shardwise.AdaptiveOffload or None",
                 got=repr(choice),
                 fix="write StaticOffload(optimizer=1.0)",
             )
@@ -240,7 +147,7 @@ def check_offload(choice: StaticOffload | None, *, stage: int) -> StaticOffload 
 
 
 def open_offload(
-    choice: StaticOffload | None, device: torch.device
+    choice: StaticOffload | AdaptiveOffload | None, device: torch.device
 ) -> tuple[Offload | None, ConfigurationError | None]:
     """Return the tiers that a choice needs, or why this rank cannot have them."""
     if choice is None:
@@ -251,6 +158,13 @@ def open_offload(
         return None, refusal
 
 
-def describe(choice: StaticOffload | None) -> object:
-    """Return what ranks must have chosen alike; each may have a disk of its own."""
-    return None if choice is None else (choice.parameters, choice.optimizer, choice.to)
+def describe(choice: StaticOffload | AdaptiveOffload | None) -> object:
+    """Return what ranks must have chosen alike; each may have a disk and limits of its own."""
+    match choice:
+        case None:
+            return None
+        case StaticOffload():
+            return (choice.parameters, choice.optimizer, choice.to)
+        case AdaptiveOffload():
+            budget = choice.budget
+            return (budget.accelerator is None, budget.disk_path is None)

@@ -80,6 +80,8 @@ class GradientReducer:
         """Called when a pass that some rank has weighted is completed here."""
         self.on_end: Callable[[], None] = lambda: None
         """Called at the end of every backward pass, reduced or not."""
+        self.on_send: Callable[[Chunk], None] = lambda chunk: None
+        """Called when all gradients of a chunk are there."""
         self._leaves_stand_ins = leaves_stand_ins
         self._intake = GradientIntake(reduction, leaves_stand_ins=leaves_stand_ins)
         self._whereabouts = whereabouts
@@ -91,15 +93,21 @@ class GradientReducer:
         device = topology.device
         axis = topology.shard if topology.shard.group is not None else topology.replicate
         threaded = axis.group is not None and is_pairwise(axis, device)
-        self._executor: Executor = ThreadExecutor() if threaded else LaggedExecutor()
+        self._executor: Executor = LaggedExecutor()
+        if reduction.pool.is_frugal:
+            self._executor = LaggedExecutor(lag=1)
+        elif threaded:
+            self._executor = ThreadExecutor()
         self._hooks = GradientHooks(self._before, self._after)
         self.watch()
 
-    def watch(self) -> None:
-        """Hook parameters that became trainable, or lost their hooks."""
-        for record in self._hooks.watch(self.records):
+    def watch(self) -> bool:
+        """Hook parameters that became trainable, or lost their hooks; return whether any had."""
+        fresh = self._hooks.watch(self.records)
+        for record in fresh:
             if record.parameter.dtype is torch.float16 and self.bare_backward_refusal is None:
                 self.bare_backward_refusal = UNSCALED
+        return bool(fresh)
 
     def forget(self, record: ManagedParameter) -> None:
         """Hook a parameter anew before the next backward pass."""
@@ -208,6 +216,7 @@ class GradientReducer:
     def _send(self, chunk: Chunk) -> None:
         """Start the reduction of one chunk."""
         chunk.is_sent = True
+        self.on_send(chunk)
         self._executor.submit(self.reduction.start(chunk))
 
     # ------------------------------------------------------------------ the end of it

@@ -12,6 +12,7 @@ import torch
 
 from shardwise.options import HALF_DTYPES
 from shardwise.runtime.collectives import ReduceScatter, all_reduce_in_rank_order, is_pairwise
+from shardwise.runtime.meter import Holding
 
 if TYPE_CHECKING:
     from shardwise.runtime.chunk import Chunk
@@ -37,14 +38,14 @@ class Reduction:
         self._topology = topology
         self._keeps_whole = keeps_whole
         self.divisor = divisor
-        self._pool = pool
+        self.pool = pool
 
     def buffer(self, chunk: Chunk) -> torch.Tensor:
         """Return the chunk's whole gradient buffer [C], making one where there is none."""
         buffer_C = chunk.gradients_C
         if buffer_C is None:
             like = torch.empty(0, dtype=chunk.reduce_dtype, device=chunk.own.device)
-            buffer_C = chunk.gradients_C = self._pool.take(like, chunk.layout.numel)
+            buffer_C = chunk.gradients_C = self.pool.take(like, chunk.layout.numel)
         elif self._keeps_whole and _is_inside(chunk.own.gradient_S, buffer_C):
             # stage 1: the result of the last pass lies in the buffer that this pass fills
             assert chunk.own.gradient_S is not None
@@ -72,7 +73,7 @@ class Reduction:
             # a native 16-bit sum may overflow where its mean does not
             buffer_C.div_(divisor)
             divisor = 1
-        exchange = ReduceScatter(buffer_C, shard, self._pool.take, key=chunk.index)
+        exchange = ReduceScatter(buffer_C, shard, self.pool.take, key=chunk.index)
         return lambda: self._end(chunk, buffer_C, exchange, divisor)
 
     def release(self, chunk: Chunk) -> None:
@@ -82,7 +83,7 @@ class Reduction:
 
     def end_pass(self) -> None:
         """Return the memory of buffers that wait for reuse."""
-        self._pool.clear()
+        self.pool.clear()
 
     def _end(
         self, chunk: Chunk, buffer_C: torch.Tensor, exchange: ReduceScatter, divisor: int
@@ -98,17 +99,20 @@ class Reduction:
         unused = list(exchange.received)
         own = chunk.own
         stays = self._keeps_whole or total_S.numel() == buffer_C.numel()
-        if own.gradient_S is None and own.state is None:
+        if own.gradient_S is None and own.keeps_gradients_here:
             place_S = exchange.own_S if stays else _place(total_S, buffer_C, unused)
             own.keep_gradient(_divide(total_S, divisor, place_S))
         else:
             # rounded first: every stage then adds the same numbers
             own.keep_gradient(_divide(total_S, divisor, total_S).to(chunk.reduce_dtype))
             stays = self._keeps_whole
+        if own.keeps_gradients_here and not self._keeps_whole:
+            assert own.gradient_S is not None
+            self.pool.meter.watch(own.gradient_S, Holding.SLICES)
         if not stays:
             unused.append(buffer_C)
         for tensor in unused:
-            self._pool.give(tensor)
+            self.pool.give(tensor)
 
 
 def _place(

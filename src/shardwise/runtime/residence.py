@@ -42,13 +42,13 @@ class Residence:
         self.whereabouts = engine.whereabouts
         self.gatherer = Gatherer(
             engine.chunks,
-            engine.topology.shard,
             whereabouts=engine.whereabouts,
             pool=engine.pool,
+            recorder=engine.recorder,
             keep_bytes=options.keep_bytes,
-            prefetch_bytes=options.prefetch_bytes,
+            prefetch_bytes=0 if engine.has_limit else options.prefetch_bytes,
         )
-        views = SavedViews(self.gatherer)
+        views = SavedViews(self.gatherer, engine.meter)
         if before is None:
             self.calls = UnitCalls(engine, self.gatherer, views)
             self.state = WholeState(self)

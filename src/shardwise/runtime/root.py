@@ -10,8 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwise.residency import Segment
+from shardwise.runtime.activations import SavedTensorWatch
 from shardwise.runtime.containers import cast_floating, map_tensors
 from shardwise.runtime.hooks import Hook
+from shardwise.runtime.meter import Holding
 
 if TYPE_CHECKING:
     from shardwise.runtime.engine import Engine
@@ -23,11 +26,17 @@ class RootHooks:
     def __init__(self, engine: Engine) -> None:
         """Serve one engine."""
         self._engine = engine
+        self._watch_saved = SavedTensorWatch(engine.meter)
 
     def attach(self, module: nn.Module) -> None:
         """Hook the module."""
         module.register_forward_pre_hook(Hook(self.before_forward), with_kwargs=True)
         module.register_forward_hook(Hook(self.after_forward))
+        residence = self._engine.residence
+        saves_parameters = residence is None or residence.gatherer.keeps_all
+        if self._engine.meter.is_on and saves_parameters:  # nothing else looks at what is saved
+            module.register_forward_pre_hook(Hook(self.before_saving))
+            module.register_forward_hook(Hook(self.after_saving), always_call=True)
         module.register_load_state_dict_pre_hook(Hook(self.before_load))
         for part in module.modules():
             part.register_load_state_dict_pre_hook(Hook(_copy_always))
@@ -40,7 +49,11 @@ class RootHooks:
         with_grad = torch.is_grad_enabled()
         if with_grad:
             engine.refuse_stale_forward()
-            engine.reducer.watch()
+            is_more_trained = engine.reducer.watch()
+            if is_more_trained and engine.adaptation is not None:
+                engine.adaptation.start_over(engine)
+            if engine.residence is None:
+                engine.recorder.note(engine.chunks, Segment.FORWARD)
         if engine.values.are_in_flight and (not with_grad or _is_compiled(module)):
             engine.values.settle()
         precision = engine.precision
@@ -48,6 +61,14 @@ class RootHooks:
             return None
         dtype = precision.param_dtype
         return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+
+    def before_saving(self, module: nn.Module, args: object) -> None:
+        """Start to count activations."""
+        self._watch_saved.begin()
+
+    def after_saving(self, module: nn.Module, args: object, output: object) -> None:
+        """Count no more, also after an error."""
+        self._watch_saved.end()
 
     def after_forward(self, module: nn.Module, args: object, output: Any) -> Any:  # noqa: ANN401
         """Cast outputs and learn when their backward pass begins."""
@@ -62,6 +83,7 @@ class RootHooks:
         """Call back when a gradient reaches this output."""
         if tensor.requires_grad and not tensor.is_leaf and not _is_transformed(tensor):
             tensor.register_hook(self._note)
+            self._engine.meter.watch_new(tensor, Holding.ACTIVATIONS)
         return tensor
 
     def _note(self, grad: torch.Tensor) -> None:

@@ -93,6 +93,12 @@ def launch(device: torch.device) -> None:
     dist.init_process_group(backend, store=own, rank=rank, world_size=world_size)
 
 
+def ranks_on_this_node() -> int:
+    """Return how many ranks share this machine; all of them where no launcher has said."""
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+    return int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+
+
 def make_topology(
     *,
     stage: int,

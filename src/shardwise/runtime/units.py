@@ -16,11 +16,11 @@ from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 
 from shardwise.errors import ConfigurationError, mismatch
+from shardwise.residency import Segment
 from shardwise.runtime.containers import map_tensors
 from shardwise.runtime.gatherer import OUTSIDE_BACKWARD
 from shardwise.runtime.hooks import Hook
 from shardwise.runtime.managed import record_of
-from shardwise.runtime.uses import Segment
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -7,18 +7,11 @@ last time predicts its next run until the first difference, after which the rest
 from __future__ import annotations
 
 from bisect import bisect_right
-from enum import Enum
 from typing import Generic, TypeVar
 
+from shardwise.residency import Segment
+
 ItemT = TypeVar("ItemT")
-
-
-class Segment(Enum):
-    """Parts of a step that follow an order of their own."""
-
-    FORWARD = "forward with gradients"
-    EVALUATION = "forward without gradients"
-    BACKWARD = "backward"
 
 
 class UseOrder(Generic[ItemT]):

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.report import held_bytes
+from shardwise.runtime.meter import Holding
 from tests.kit.models import TinyGPT, TinyGPTConfig
 
 CONFIG = TinyGPTConfig(width=128, num_blocks=5, vocabulary=256, length=16, is_tied=False)
@@ -120,3 +121,23 @@ def test_gathers_are_started_ahead_once_the_order_is_known() -> None:
     train(model, optimizer)
     assert len(ahead) == len(model.blocks) - 1
     assert all(ahead)
+
+
+@pytest.mark.world_size(2, 3)
+def test_the_first_pass_keeps_no_more_than_the_others() -> None:
+    """Whoever holds parameters since they were sharded, as an optimizer does, holds no values."""
+    model, optimizer = build(offload=sw.AdaptiveOffload(sw.Budget()))
+    held = [*model.parameters()]
+    [engine] = optimizer._binding.engines()
+    taken = []
+    for _ in range(3):
+        engine.meter.reset()
+        loss = model(torch.randint(256, (1, 16))).float().logsumexp(-1).mean()
+        now = engine.meter.held
+        taken.append(now[Holding.GATHERED] + now[Holding.BUFFERS])
+        optimizer.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert 0 < taken[0] <= engine.residence.gatherer.rest_bytes
+    assert taken[0] <= 1.1 * taken[-1]
+    del held

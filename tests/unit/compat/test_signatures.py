@@ -57,6 +57,7 @@ ZERO_DDP_BY_NAME = {
     "units": None,
     "chunk_bytes": None,
     "reshard_after_forward": True,
+    "offload": None,
 }
 
 
@@ -152,8 +153,8 @@ def test_sharded_modules_refuse_what_cannot_work_untouched(named: str, wrong: di
     ZeroDDP(model, None, True)
 
 
-def test_a_manager_is_refused_with_what_to_do_instead():
-    with pytest.raises(ConfigurationError, match=r"pass None.*reshard_after_forward"):
+def test_another_manager_is_refused_with_what_to_do_instead():
+    with pytest.raises(ConfigurationError, match=r"expected a GeminiManager.*write GeminiManager"):
         ZeroDDP(nn.Linear(3, 2), object())
 
 

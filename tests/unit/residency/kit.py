@@ -33,17 +33,19 @@ def training_step(chunks: tuple[ChunkBytes, ...], *, activation_bytes: int = 0) 
 
 @st.composite
 def chunk_sizes(draw: st.DrawFn, max_chunks: int = 7) -> tuple[ChunkBytes, ...]:
-    """Sizes as ranks have them: masters or none, frozen or trained, on 1 to 3 ranks."""
+    """Sizes as ranks have them: masters or none, frozen or trained, whole or not, 1 to 3 ranks."""
     chunks = []
     num_ranks = draw(st.integers(1, 3))
     for _ in range(draw(st.integers(1, max_chunks))):
         slice_numel = draw(st.integers(1, 9))
-        kind = draw(st.sampled_from(["masters", "masters", "plain", "frozen"]))
+        kind = draw(st.sampled_from(["masters", "masters", "plain", "whole", "frozen"]))
+        is_whole = kind == "whole"
         itemsize = 2 if kind == "masters" else 4
         chunks.append(
             ChunkBytes(
-                whole_bytes=num_ranks * slice_numel * itemsize,
-                working_bytes=slice_numel * itemsize,
+                whole_bytes=0 if is_whole else num_ranks * slice_numel * itemsize,
+                working_bytes=0 if is_whole else slice_numel * itemsize,
+                copy_bytes=slice_numel * itemsize if is_whole else 0,
                 master_bytes=slice_numel * 4 if kind == "masters" else 0,
                 optimizer_bytes=slice_numel * 8 if kind != "frozen" else 0,
                 gradient_bytes=slice_numel * itemsize if kind != "frozen" else 0,

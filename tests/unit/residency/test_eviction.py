@@ -90,7 +90,7 @@ def test_every_read_finds_its_chunk_whole_and_no_gather_outlives_an_update(
     sizes = [chunk.whole_bytes for chunk in trace.chunks]
     gathers = foretell_gathers(
         trace,
-        limit_bytes=data.draw(st.integers(1, sum(sizes))),
+        limit_bytes=data.draw(st.integers(1, max(1, sum(sizes)))),
         prefetch_bytes=data.draw(st.integers(0, sum(sizes))),
     )
     for at, moment in enumerate(trace.moments):
@@ -98,7 +98,7 @@ def test_every_read_finds_its_chunk_whole_and_no_gather_outlives_an_update(
         if moment.segment is Segment.UPDATE:
             assert whole == []
         else:
-            assert whole.count(moment.chunk) == 1
+            assert whole.count(moment.chunk) == (sizes[moment.chunk] > 0)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.runtime.uses import Segment, UseOrder
+from shardwise.residency import Segment
+from shardwise.runtime.uses import UseOrder
 
 ORDERS = st.lists(st.integers(0, 5).map(str), max_size=20)
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from shardwise.cli.train import summary as summaries
+from shardwise.cli.train import tiers
 from shardwise.cli.train.checkpoints import Checkpoints
 from shardwise.cli.train.corpus import Corpus, load_corpus
 from shardwise.cli.train.engine import (
@@ -36,10 +37,12 @@ from shardwise.cli.train.sample import Sample, write_sample
 from shardwise.cli.train.settings import to_toml
 from shardwise.cli.train.table import CATEGORIES, ELSEWHERE, MemoryRow, memory_rows, memory_table
 from shardwise.errors import ConfigurationError
+from shardwise.options import AdaptiveOffload
 from shardwise.report import closed_form
 
 if TYPE_CHECKING:
     from shardwise.cli.train.config import TrainConfig
+    from shardwise.cli.train.tiers import TierRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,6 +177,7 @@ def _train(run: Run, parity: list[ParityResult]) -> int:
         corpus=_describe(run.feed.corpus),
         history=history,
         memory=_memory(run, history, learner),
+        tiers=_tiers(run, learner),
         peak_bytes=_peaks(run),
         parity=parity,
         sample=None if history.is_interrupted else _sample(run, learner),
@@ -204,24 +208,32 @@ def _describe(corpus: Corpus) -> str:
 
 def _memory(run: Run, history: History, learner: Learner) -> list[MemoryRow]:
     """Gather what the ranks hold; empty where no update was made. Collective."""
-    held = history.held
-    if held is None:
+    held, shard = history.held, run.config.shard
+    choice = offload(shard)
+    if held is None or isinstance(choice, AdaptiveOffload):
         return []
     mine = [float(getattr(held, category)) for category in (*CATEGORIES, *ELSEWHERE)]
     numel = sum(parameter.numel() for parameter in learner.model.parameters())
     buffer_bytes = sum(buffer.nbytes for buffer in learner.model.buffers())
-    shard = run.config.shard
     expected = closed_form(
         numel,
         stage=shard.stage,
         shard_size=shard.shard_size or run.ranks.world_size,
         mixed_precision=mixed_precision(shard.precision),
         buffer_bytes=buffer_bytes,
-        offload=offload(shard),
+        offload=choice,
     )
     plain = closed_form(numel, stage=0, shard_size=run.ranks.world_size, buffer_bytes=buffer_bytes)
     everyone = run.ranks.gather(mine, device=run.feed.device)
     return memory_rows(everyone, expected=expected, plain=plain)
+
+
+def _tiers(run: Run, learner: Learner) -> list[TierRow]:
+    """Gather what the tiers of a run with budgets hold and have held; collective."""
+    if not isinstance(offload(run.config.shard), AdaptiveOffload):
+        return []
+    report, mine = tiers.numbers(learner.model)
+    return tiers.tier_rows(report, run.ranks.gather(mine, device=run.feed.device))
 
 
 def _peaks(run: Run) -> list[int]:
@@ -253,6 +265,13 @@ def _report(run: Run, summary: summaries.Summary) -> None:
         shard = run.config.shard
         title = f"stage {shard.stage}, {shard.precision}, {summary.world_size} rank(s)"
         run.console.print(memory_table(summary.memory, title=title))
+    if summary.tiers:
+        run.console.rule("memory", align="left")
+        shard = run.config.shard
+        title = f"stage {shard.stage}, {shard.precision}, {summary.world_size} rank(s)"
+        run.console.print(tiers.tier_table(summary.tiers, title=title))
+        state = summaries.state_line(summary)
+        run.console.print(state, highlight=False)
     run.console.rule(
         "stopped by Ctrl-C" if summary.history.is_interrupted else "done", align="left"
     )

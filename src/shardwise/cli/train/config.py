@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
-Size = Literal["tiny", "small", "medium", "large"]
+Size = Literal["tiny", "small", "medium", "large", "deep"]
 Precision = Literal["auto", "fp32", "bf16", "fp16"]
 Device = Literal["auto", "cpu", "cuda"]
 Stage = Literal[0, 1, 2, 3]
@@ -69,6 +69,18 @@ class ShardConfig:
 
     offload_path: str | None = None
     """Folder on a local disk where these rest; absent: host memory."""
+
+    accelerator_budget: str | None = None
+    """Bytes that a rank may hold on the accelerator, such as "64MiB": the rest goes elsewhere."""
+
+    host_budget: str | None = None
+    """Bytes that a rank may hold in host memory; absent: no limit."""
+
+    disk_budget: str | None = None
+    """Bytes that a rank may hold on disk; absent: no limit where there is a path."""
+
+    disk_path: str | None = None
+    """Folder on a local disk for what the other budgets leave no room for; absent: no disk."""
 
     device: Device = "auto"
     """auto: the accelerator that torch finds, else the processor."""

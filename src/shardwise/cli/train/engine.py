@@ -63,8 +63,31 @@ def mixed_precision(precision: str) -> sw.MixedPrecision | None:
     return None if precision == "fp32" else sw.MixedPrecision(param_dtype=DTYPES[precision])
 
 
-def offload(config: ShardConfig) -> sw.StaticOffload | None:
+def offload(config: ShardConfig) -> sw.StaticOffload | sw.AdaptiveOffload | None:
     """Return what rests off the accelerator, None if nothing does."""
+    fractions = fixed_offload(config)
+    budgets = {
+        "accelerator": config.accelerator_budget,
+        "host": config.host_budget,
+        "disk": config.disk_budget,
+        "disk_path": config.disk_path,
+    }
+    if not any(budgets.values()):
+        return fractions
+    if fractions is not None:
+        raise sw.ConfigurationError(
+            mismatch(
+                "offload",
+                expected="budgets or fractions",
+                got="both",
+                fix="leave --offload-optimizer and --offload-parameters out",
+            )
+        )
+    return sw.AdaptiveOffload(sw.Budget(**budgets))
+
+
+def fixed_offload(config: ShardConfig) -> sw.StaticOffload | None:
+    """Return fractions that rest off the accelerator, None for none."""
     if not (config.offload_optimizer or config.offload_parameters):
         if config.offload_path is None:
             return None

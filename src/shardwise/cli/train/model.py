@@ -42,8 +42,9 @@ SIZES: dict[str, ModelSize] = {
     "small": ModelSize(width=128, depth=4, heads=2),
     "medium": ModelSize(width=256, depth=6, heads=4),
     "large": ModelSize(width=512, depth=8, heads=8),
+    "deep": ModelSize(width=384, depth=24, heads=6),
 }
-"""0.1, 0.8, 4.8 and 25 million parameters."""
+"""0.1, 0.8, 4.8, 25 and 43 million parameters."""
 
 
 class Attention(nn.Module):

@@ -8,9 +8,13 @@ import statistics
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from shardwise.cli.train.engine import mixed_precision
 from shardwise.cli.train.metrics import METRICS_NAME
 from shardwise.cli.train.settings import flatten
 from shardwise.cli.train.table import HEADINGS, LEGEND, cells, mib
+from shardwise.cli.train.tiers import HEADINGS as TIER_HEADINGS
+from shardwise.cli.train.tiers import cells as tier_cells
+from shardwise.report import closed_form
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -20,6 +24,7 @@ if TYPE_CHECKING:
     from shardwise.cli.train.parity import ParityResult
     from shardwise.cli.train.sample import Sample
     from shardwise.cli.train.table import MemoryRow
+    from shardwise.cli.train.tiers import TierRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +38,8 @@ class Summary:
     """What text was trained on."""
     history: History
     memory: list[MemoryRow]
+    tiers: list[TierRow]
+    """Of a run with budgets."""
     peak_bytes: list[int]
     """Per rank."""
     parity: list[ParityResult]
@@ -63,6 +70,22 @@ def facts(summary: Summary) -> list[tuple[str, str]]:
     peaks = ", ".join(mib(peak) for peak in summary.peak_bytes)
     held.append(("peak memory", f"{peaks} (whole process, by rank)"))
     return held
+
+
+def state_line(summary: Summary) -> str:
+    """Return one sentence on what a rank has to hold by arithmetic, beside its budget."""
+    shard = summary.config.shard
+    total_bytes = closed_form(
+        summary.num_parameters,
+        stage=shard.stage,
+        shard_size=shard.shard_size or summary.world_size,
+        mixed_precision=mixed_precision(shard.precision),
+    ).total
+    line = f"parameters, gradients and optimizer state of a rank: {mib(total_bytes)}"
+    limit_bytes = summary.tiers[0].limit_bytes
+    if limit_bytes:
+        line += f", {total_bytes / limit_bytes:.1f} times the accelerator's budget"
+    return line
 
 
 def parity_line(result: ParityResult) -> str:
@@ -102,6 +125,7 @@ def as_json(summary: Summary) -> dict[str, object]:
         "validation_loss": validations[-1].loss if validations else None,
         "tokens_per_s": summary.tokens_per_s,
         "peak_bytes": summary.peak_bytes,
+        "tiers": [dataclasses.asdict(row) for row in summary.tiers],
         "memory": [dataclasses.asdict(row) for row in summary.memory],
         "parity": [
             {**dataclasses.asdict(result), "has_passed": result.has_passed}
@@ -130,6 +154,15 @@ def as_markdown(summary: Summary) -> str:
             *("| " + " | ".join(cells(row)) + " |" for row in summary.memory),
             "",
             LEGEND,
+        ]
+    if summary.tiers:
+        lines += [
+            "",
+            "| " + " | ".join(TIER_HEADINGS) + " |",
+            "|---|---:|---:|---:|",
+            *("| " + " | ".join(tier_cells(row)) + " |" for row in summary.tiers),
+            "",
+            state_line(summary),
         ]
     if summary.parity:
         lines += ["", "## Against one plain process on the joined batch", ""]

@@ -7,6 +7,8 @@ working values are float16 by default, state dicts hold the float32 values behin
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +17,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shardwise.compat.colossalai.chunk_search import num_ranks_of
 from shardwise.compat.colossalai.data_parallel import IGNORED, ColoDDP
+from shardwise.compat.colossalai.gemini_manager import GRADIENT_STAGE, GeminiManager, Sharding
 from shardwise.compat.colossalai.groups import mesh_of
 from shardwise.compat.colossalai.settings import rounded
 from shardwise.compat.colossalai.whole_model import (
@@ -32,11 +36,12 @@ from shardwise.shard import engine_of, shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
+    from contextlib import AbstractContextManager
 
     import torch.distributed as dist
 
-GRADIENT_STAGE = 2
-"""The stage that shards gradients and optimizer state, but no parameters."""
+    from shardwise.compat.colossalai.chunk_manager import ChunkManager
+    from shardwise.options import AdaptiveOffload, StaticOffload
 
 
 class ZeroDDP(ColoDDP):
@@ -45,7 +50,7 @@ class ZeroDDP(ColoDDP):
     Names are those of the inner module. The first rank's parameters and buffers are given to all
     ranks. Floating-point inputs are cast to the working dtype; buffers, and parameters of batch
     norms, keep theirs. Gradients add up over backward passes until ``zero_grad``, and parameters
-    that are frozen, or that no rank uses, have none. Update with
+    that are frozen, or that no rank uses, have none. Update with ``ZeroOptimizer``, or with
     ``shardwise.ShardedOptimizer(torch.optim.AdamW(model.parameters()))``.
 
     Parameters named to ``set_params_to_ignore`` before stay whole in the working dtype, with each
@@ -53,8 +58,10 @@ class ZeroDDP(ColoDDP):
 
     Args:
         module: Any module that is not sharded yet; it is changed in place.
-        gemini_manager: None: which parameters are whole when needs no manager here.
-        pin_memory: Without effect: nothing is moved to host memory.
+        gemini_manager: Chunk sizes, and where what rests; None keeps everything on the accelerator
+            and nothing gathered.
+        pin_memory: Without effect: what rests in host memory is page-locked where an accelerator
+            copies it, and nothing else is.
         force_outputs_fp32: Cast floating-point outputs to float32, inside of any container.
         strict_ddp_mode: Keep all parameters whole on every rank. Gradients and optimizer state are
             sharded all the same (stage 2), which changes no number.
@@ -62,8 +69,10 @@ class ZeroDDP(ColoDDP):
         mixed_precision: The working dtype; None keeps each parameter's own.
         loss_scale: Loss scaling of float16 training.
         units: As in ``shardwise.shard``.
-        chunk_bytes: As in ``shardwise.shard``.
+        chunk_bytes: As in ``shardwise.shard``; a manager says it by itself.
         reshard_after_forward: As in ``shardwise.shard``; with True nothing is whole after backward.
+            A manager says it by itself.
+        offload: As in ``shardwise.shard``, in place of what the manager's policy says.
 
     Raises:
         ConfigurationError: Before the module is changed.
@@ -86,7 +95,7 @@ class ZeroDDP(ColoDDP):
     def __init__(  # noqa: PLR0913 - the signature that scripts were written for
         self,
         module: nn.Module,
-        gemini_manager: object = None,
+        gemini_manager: GeminiManager | None = None,
         pin_memory: bool = False,
         force_outputs_fp32: bool = False,
         strict_ddp_mode: bool = False,
@@ -97,9 +106,19 @@ class ZeroDDP(ColoDDP):
         units: Iterable[type[nn.Module]] | None = None,
         chunk_bytes: int | None = None,
         reshard_after_forward: bool | int = True,
+        offload: StaticOffload | AdaptiveOffload | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        _check(module, gemini_manager, strict_ddp_mode=strict_ddp_mode)
+        _check(module, strict_ddp_mode=strict_ddp_mode)
+        stage = GRADIENT_STAGE if strict_ddp_mode else PARAMETER_STAGE
+        how = Sharding(
+            stage=stage,
+            offload=offload,
+            chunk_bytes=chunk_bytes,
+            reshard_after_forward=reshard_after_forward,
+        )
+        if gemini_manager is not None:
+            how = _managed(module, gemini_manager, mixed_precision, process_group, how)
         precision = MixedPrecision(
             param_dtype=mixed_precision,
             output_dtype=torch.float32 if force_outputs_fp32 else None,
@@ -110,17 +129,36 @@ class ZeroDDP(ColoDDP):
         with rounded(list(_to_be_cast(module)), mixed_precision):
             self.module = shard(
                 module,
-                stage=GRADIENT_STAGE if strict_ddp_mode else PARAMETER_STAGE,
+                stage=how.stage,
                 mesh=None if group is None else mesh_of(group, 1, device_for(module, None)),
                 units=units,
                 mixed_precision=precision,
-                chunk_bytes=chunk_bytes,
-                reshard_after_forward=reshard_after_forward,
+                chunk_bytes=how.chunk_bytes,
+                reshard_after_forward=how.reshard_after_forward,
                 ignored=ignored,
+                offload=how.offload,
             )
+        self.gemini_manager = gemini_manager
+        if gemini_manager is not None:
+            gemini_manager.serve(module, engine_of(module))
         _warn_of_local_gradients(module)
 
+    @property
+    def chunk_manager(self) -> ChunkManager | None:
+        """That of the manager."""
+        return None if self.gemini_manager is None else self.gemini_manager.chunk_manager
+
     # ------------------------------------------------------------------ one pass
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - that of the module
+        """Call the module."""
+        with self._watching():
+            return self.module(*args, **kwargs)
+
+    def _watching(self, *, is_backward: bool = False) -> AbstractContextManager[None]:
+        """Let the first pass be recorded where the policy asks for it."""
+        manager = self.gemini_manager
+        return nullcontext() if manager is None else manager.watching(is_backward=is_backward)
 
     def backward(self, loss: torch.Tensor) -> None:
         """Compute gradients of a scalar loss and reduce them, as ``loss.backward()`` does.
@@ -151,7 +189,8 @@ class ZeroDDP(ColoDDP):
                     fix=f"call optimizer.{call}",
                 )
             )
-        engine.reducer.backward(run)
+        with self._watching(is_backward=True):
+            engine.reducer.backward(run)
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Begin a new sum of gradients: forget them, or keep zeros.
@@ -248,18 +287,47 @@ class ZeroDDP(ColoDDP):
         return load_whole_state(self.module, state_dict, strict=strict)
 
 
-def _check(module: nn.Module, gemini_manager: object, *, strict_ddp_mode: bool) -> None:
-    """Refuse what has no meaning here."""
-    if gemini_manager is not None:
+def _managed(
+    module: nn.Module,
+    manager: GeminiManager,
+    dtype: torch.dtype | None,
+    group: dist.ProcessGroup | None,
+    given: Sharding,
+) -> Sharding:
+    """Return how a manager shards a module; refuse settings that it has itself."""
+    if not isinstance(manager, GeminiManager):
         raise ConfigurationError(
             mismatch(
                 "gemini_manager",
-                expected=None,
-                got=f"a {type(gemini_manager).__name__}",
-                fix="pass None: parameters are gathered when they are used, and "
-                "reshard_after_forward= says how much stays gathered between forward and backward",
+                expected="a GeminiManager or None",
+                got=f"a {type(manager).__name__}",
+                fix='write GeminiManager("cuda", chunk_manager)',
             )
         )
+    doubled = {"chunk_bytes": given.chunk_bytes is not None}
+    doubled["reshard_after_forward"] = given.reshard_after_forward is not True
+    for name, is_given in doubled.items():
+        if is_given:
+            raise ConfigurationError(
+                mismatch(
+                    name,
+                    expected="nothing beside a gemini_manager",
+                    got=repr(getattr(given, name)),
+                    fix="drop it, or pass gemini_manager=None",
+                )
+            )
+    how = manager.sharding(
+        [p for p in module.parameters() if not getattr(p, IGNORED, False)],
+        dtype=dtype,
+        num_ranks=num_ranks_of(module, group),
+    )
+    if given.stage != PARAMETER_STAGE:
+        how = manager.whole(how)
+    return how if given.offload is None else replace(how, offload=given.offload)
+
+
+def _check(module: nn.Module, *, strict_ddp_mode: bool) -> None:
+    """Refuse what has no meaning here."""
     if strict_ddp_mode and any(isinstance(p, DTensor) for p in module.parameters()):
         raise ConfigurationError(
             mismatch(
