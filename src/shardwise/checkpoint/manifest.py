@@ -171,12 +171,15 @@ def check_file(path: Path, wanted: FileSum, blocks: Iterable[int] | None = None)
         blocks: Numbers of the blocks to read; None reads all of it.
     """
     check_length(path, wanted)
-    descriptor = os.open(path, os.O_RDONLY)
+    numbers = range(len(wanted.hashes)) if blocks is None else blocks
     try:
-        numbers = range(len(wanted.hashes)) if blocks is None else blocks
-        wrong = first_wrong(descriptor, wanted, numbers)
-    finally:
-        os.close(descriptor)
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            wrong = first_wrong(descriptor, wanted, numbers)
+        finally:
+            os.close(descriptor)
+    except OSError as error:  # a read that fails does not say of which file
+        raise _damaged(path, "to be readable", error.strerror or error) from error
     if wrong is not None:
         start, end = wanted.span(wrong)
         expected = f"the content with hash {wanted.hashes[wrong][:12]}... in bytes {start} to {end}"
@@ -188,7 +191,7 @@ def _hash_of(body: dict[str, object]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _damaged(path: Path, expected: str, got: str) -> CheckpointError:
+def _damaged(path: Path, expected: str, got: object) -> CheckpointError:
     """Return the error that names a damaged file."""
     return CheckpointError(
         mismatch(

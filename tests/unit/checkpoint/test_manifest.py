@@ -63,6 +63,12 @@ def test_the_block_with_a_flipped_bit_is_named(tmp_path: Path) -> None:
         check_file(path, wanted)
 
 
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    wanted = FileSum(length_bytes=tmp_path.stat().st_size, hashes=("0",))
+    with pytest.raises(sw.CheckpointError, match=f"{tmp_path.name} expected to be readable"):
+        check_file(tmp_path, wanted)
+
+
 def _rewrite_as_version_1(folder: Path) -> None:
     """Replace a manifest by one that earlier releases wrote."""
     body = json.loads((folder / MANIFEST).read_text())
