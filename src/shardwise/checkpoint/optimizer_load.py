@@ -176,7 +176,8 @@ class Rooms:
 def _suits(held: torch.Tensor, like: torch.Tensor, device: torch.device) -> bool:
     """Return whether memory can be used again: of the same kind, every element its own."""
     is_same = held.shape == like.shape and held.stride() == like.stride()
-    is_alone = held.is_contiguous() and held.numel() > 0 and not held.requires_grad
+    is_free = not held.requires_grad and not held.is_inference()
+    is_alone = held.is_contiguous() and held.numel() > 0 and is_free
     return is_same and is_alone and held.dtype == like.dtype and held.device == device
 
 
