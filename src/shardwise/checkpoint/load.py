@@ -73,7 +73,7 @@ def load(
 
     def rest() -> dict[str, object]:
         state.rest("load")
-        return {"an optimizer": state.has_optimizer, "strict": bool(strict)}
+        return {"an optimizer": state.has_optimizer, "strict": strict}
 
     refuse_differences(ranks.exchange(rest))
     with ranks.agreed():
