@@ -7,19 +7,15 @@ matter. One save at a time: the next one waits for it, or is refused.
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
-from shardwise.checkpoint.entries import Part
+from shardwise.checkpoint.staging import Staging
 from shardwise.errors import CheckpointError, mismatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from shardwise.checkpoint.entries import Entry
     from shardwise.checkpoint.ranks import Ranks
     from shardwise.runtime.engine import Engine
 
@@ -31,7 +27,7 @@ class PendingSave:
         """Stand for a job that was started."""
         self._future = future
         self.staged_bytes = staged_bytes
-        """Host memory that holds this rank's copy of the state until the save is done."""
+        """Bytes of this rank's copy of the state. The memory is kept for the next such save."""
 
     @property
     def is_done(self) -> bool:
@@ -54,6 +50,8 @@ class Background:
         """Make groups that training does not use. Collectives: one new group per axis."""
         self.ranks = ranks.apart()
         """The same ranks, on groups of their own."""
+        self.staging = Staging()
+        """Free to be used once the save before has settled."""
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardwise-save")
         self._pending: PendingSave | None = None
 
@@ -104,17 +102,3 @@ def settle_all(engines: Sequence[Engine], ranks: Ranks, *, refuses: bool = False
         background = Background.of(engine)
         if background is not None:
             background.settle(ranks, refuses=refuses)
-
-
-def stage(entries: Sequence[Entry]) -> tuple[list[Entry], int]:
-    """Return entries whose tensors are copies on the host, and the bytes of these."""
-    staged: list[Entry] = []
-    num_bytes = 0
-    for entry in entries:
-        if not isinstance(entry, Part):
-            staged.append(entry)
-            continue
-        copy = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype).copy_(entry.tensor)
-        staged.append(replace(entry, tensor=copy))
-        num_bytes += copy.nbytes
-    return staged, num_bytes

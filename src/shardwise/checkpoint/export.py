@@ -19,7 +19,7 @@ import torch
 
 from shardwise.checkpoint import disk
 from shardwise.checkpoint.data_file import bytes_of
-from shardwise.checkpoint.index import OPTIMIZER
+from shardwise.checkpoint.index import OF_OPTIMIZER
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.source import Source, verify
 from shardwise.checkpoint.state import OURS
@@ -128,7 +128,7 @@ def _weights(source: Source, dtype: torch.dtype | None) -> tuple[list[_Weight], 
     aliases: dict[str, str] = {}
     by_place: dict[object, str] = {}
     for name, known in source.index.tensors.items():
-        if name.startswith((OPTIMIZER, OURS)):
+        if name.startswith((*OF_OPTIMIZER, OURS)):
             continue
         first = by_place.setdefault(source.index.places(name), name)
         if first != name:

@@ -45,7 +45,8 @@ def plan_optimizer(
     members = list(optimizer.members())
     by_name = {name: member for member in members for name in optimizer.names(member)}
     names = source.index.names
-    section = next((s for s in _SECTIONS if any(n.startswith(s) for n in names)), None)
+    heads = {s: (f"{s}state.", f"{s}param_groups.") for s in _SECTIONS}
+    section = next((s for s in _SECTIONS if any(n.startswith(heads[s]) for n in names)), None)
     if section is None:
         problems.missing.append("the optimizer")
         return None

@@ -181,6 +181,11 @@ class OwnSlices:
         resting = self.state if self.has_master else self.working
         return resting is not None and not resting.is_in_memory
 
+    @property
+    def is_on_disk(self) -> bool:
+        """True where some slice comes and goes."""
+        return any(r is not None and not r.is_in_memory for r in (self.working, self.state))
+
     def fill_own(self, place_S: torch.Tensor) -> torch.Tensor | None:
         """Prepare to send the working slice: return it, or copy it to its place in the chunk."""
         resting = self.working
