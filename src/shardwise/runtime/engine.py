@@ -264,6 +264,7 @@ class Engine:
         """Clear the gradients of some parameters, reduced or not."""
         members = list(records)
         self.reducer.reset()
+        self.meter.begin_step()  # what passes have taken whose gradients are dropped is no need
         if self.residence is not None:
             self.residence.recover()
         for record in members:
