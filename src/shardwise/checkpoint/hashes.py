@@ -1,4 +1,4 @@
-"""Hashes of a file in blocks, so that ranks and threads can share the work of checking it.
+"""Hashes of a file in blocks, so that ranks can share the work of checking it.
 
 XXH3-128 finds every kind of damage that storage does, at the speed of memory. It is not
 cryptographic: who can write a file can write another with the same hash. Whoever can write a
@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import xxhash
@@ -24,9 +22,8 @@ if TYPE_CHECKING:
 
 XXH3, SHA256 = "xxh3_128", "sha256"
 BLOCK_BYTES = 16 * 2**20
-_READ_BYTES = 2**18
-"""Stays in the processor's cache between being read and being hashed."""
-_NUM_READERS = 4
+_READ_BYTES = 2 * 2**20
+"""In so large steps one reader keeps a device as busy as several, and the processor less."""
 
 
 class _Digest(Protocol):
@@ -106,29 +103,23 @@ def sum_of(data: bytes) -> FileSum:
 def first_wrong(descriptor: int, wanted: FileSum, blocks: Iterable[int]) -> int | None:
     """Return the first of some blocks of an open file that is not what it must be.
 
-    Several blocks are read at once: one reader alone does not keep a device busy.
-
-    Memory: a quarter of a MiB for each of four readers.
+    Memory: two MiB.
     """
-    numbers = list(blocks)
-    with ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="shardwise-verify") as readers:
-        found = readers.map(partial(_hash_block, descriptor, wanted), numbers)
-        for number, digest in zip(numbers, found, strict=True):
-            if digest != wanted.hashes[number]:
-                readers.shutdown(cancel_futures=True)
-                return number
+    memory = memoryview(bytearray(_READ_BYTES))
+    for number in blocks:
+        if _hash_block(descriptor, wanted, number, memory) != wanted.hashes[number]:
+            return number
     return None
 
 
-def _hash_block(descriptor: int, wanted: FileSum, number: int) -> str:
-    """Return the hash of one block as it is; one that ends early has another."""
+def _hash_block(descriptor: int, wanted: FileSum, number: int, memory: memoryview) -> str:
+    """Return the hash of one block as it is, read by way of some memory."""
     start, end = wanted.span(number)
-    memory = memoryview(bytearray(_READ_BYTES))
     digest = _KINDS[wanted.kind]()
     while start < end:
         num_bytes = os.preadv(descriptor, [memory[: end - start]], start)
         if num_bytes == 0:
-            break
+            break  # it ends early: the hash will differ
         digest.update(memory[:num_bytes])
         start += num_bytes
     return digest.hexdigest()
