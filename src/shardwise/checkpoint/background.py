@@ -6,6 +6,9 @@ matter. One save at a time: the next one waits for it, or is refused.
 
 from __future__ import annotations
 
+import logging
+import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
 
     from shardwise.checkpoint.ranks import Ranks
     from shardwise.runtime.engine import Engine
+
+
+logger = logging.getLogger(__name__)
 
 
 class PendingSave:
@@ -71,6 +77,7 @@ class Background:
     def start(self, job: Callable[[], None], staged_bytes: int) -> PendingSave:
         """Run a job beside training."""
         self._pending = PendingSave(self._executor.submit(job), staged_bytes)
+        _unfinished.add(self._pending)
         return self._pending
 
     def settle(self, ranks: Ranks, *, refuses: bool = False) -> None:
@@ -94,6 +101,23 @@ class Background:
             )
         pending, self._pending = self._pending, None
         pending.wait()
+
+
+_unfinished: weakref.WeakSet[PendingSave] = weakref.WeakSet()
+"""Saves that were started; the last of a run is nobody's to wait for."""
+
+
+def _finish_at_exit() -> None:
+    """Let saves end with the process instead of being lost, and say which was."""
+    for pending in list(_unfinished):
+        try:
+            pending.wait()
+        except Exception:
+            logger.exception("a checkpoint was not written: its save had not ended at exit")
+
+
+# Before the threads of executors end, which a save needs: what was registered last runs first.
+threading._register_atexit(_finish_at_exit)  # type: ignore[attr-defined]
 
 
 def settle_all(engines: Sequence[Engine], ranks: Ranks, *, refuses: bool = False) -> None:

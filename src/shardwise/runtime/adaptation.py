@@ -128,9 +128,10 @@ class Adaptation:
         engine.whereabouts.note("agreement on memory")
         with explain(engine.whereabouts):
             lean_bytes, peak_bytes = most(
-                [meter.lean_peak_bytes + unseen_bytes, meter.peak_bytes + unseen_bytes],
+                [meter.lean_peak_bytes + unseen_bytes, meter.step_peak_bytes + unseen_bytes],
                 engine.topology,
             )
+        meter.begin_step()
         needs, sizes = self.needs, self._measure_sizes(engine, {})
         if known_bytes is None or lean_bytes > known_bytes:
             needs = Needs(activation_bytes=lean_bytes)

@@ -18,6 +18,7 @@ from shardwise.errors import ConfigurationError
 from shardwise.residency import Segment
 from shardwise.runtime import refusals
 from shardwise.runtime.absent import describing
+from shardwise.runtime.agreement import raise_together
 from shardwise.runtime.build import (
     build_chunks,
     check_parameters,
@@ -79,11 +80,10 @@ class Engine:
         packing = options.packing
         settings = (options.stage, packing.precision, packing.chunk_bytes, options.sums_gradients)
         self.offload, refusal = open_offload(options.offload, topology.device)
-        settings += (refusal is None, describe(options.offload))
+        settings += (describe(options.offload),)
         try:
+            raise_together(refusal, topology, kind=ConfigurationError)
             check_same_on_all_ranks(named, settings, topology)
-            if refusal is not None:
-                raise refusal
         except ConfigurationError:
             if self.offload is not None:
                 self.offload.close()
@@ -264,6 +264,7 @@ class Engine:
         """Clear the gradients of some parameters, reduced or not."""
         members = list(records)
         self.reducer.reset()
+        self.meter.begin_step()  # what passes have taken whose gradients are dropped is no need
         if self.residence is not None:
             self.residence.recover()
         for record in members:
