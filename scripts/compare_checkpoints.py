@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -23,7 +24,9 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
         for name, entry in entries.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    dcp.load(tensors, checkpoint_id=path, no_dist=True)
+    with warnings.catch_warnings():  # of a single process, which this is
+        warnings.simplefilter("ignore", UserWarning)
+        dcp.load(tensors, checkpoint_id=path, no_dist=True)
     return tensors
 
 

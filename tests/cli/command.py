@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ TORCHRUN = (
 )
 TINY = ("--model", "tiny", "--batch", "2", "--sequence", "64")
 TIMEOUT_S = 110
+GRACE_S = 45
+"""torchrun gives its ranks 30 seconds to end."""
 
 
 def start(command: Sequence[str]) -> subprocess.Popen[str]:
@@ -47,5 +50,14 @@ def run(command: Sequence[str]) -> tuple[int, str, str]:
     try:
         output, errors = process.communicate(timeout=TIMEOUT_S)
     finally:
-        process.kill()
+        _end(process)
     return process.returncode, output, errors
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a command that hangs; a launcher is asked first, so that it takes its ranks along."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=GRACE_S)
+    process.kill()

@@ -66,7 +66,7 @@ class HostileTier(Tier):
         """Return the bytes of the elements."""
         return numel * dtype.itemsize
 
-    def open_pieces(self, block: Block) -> OpenPieces:
+    def open_pieces(self, block: Block, place: torch.Tensor | None = None) -> OpenPieces:
         """Read the block as one piece."""
         return open_memory(block)
 

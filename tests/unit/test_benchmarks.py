@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
+import os
 
-from benchmarks import step_time
+import pytest
+import torch
+
+from benchmarks import disk_update, exposed_waiting, host_update, step_time
 from benchmarks.results_table import Measurement, make_table
 
 
@@ -42,3 +45,28 @@ def test_a_toy_run_writes_a_table_where_contestants_agree(tmp_path, capsys):
     assert [row[0] for row in rows] == ["| DDP", "| shardwise stage 2"]
     losses = [float(row[-1].rstrip(" |")) for row in rows]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_a_toy_update_is_measured_and_its_bits_compared(capsys, monkeypatch):
+    monkeypatch.setattr(host_update, "NUMEL", 1000)
+    host_update._measure(torch.float32, 1)
+    printed = capsys.readouterr().out
+    assert "bits of shardwise are those of AdamW(fused): True" in printed
+    assert "shardwise, step" in printed
+
+
+def test_a_toy_run_says_what_waits(tmp_path, capsys, monkeypatch):
+    for name in ("WIDTH", "NUM_LAYERS", "BATCH"):
+        monkeypatch.setattr(exposed_waiting, name, 4)
+    exposed_waiting._measure(str(tmp_path), 1)
+    lines = capsys.readouterr().out.splitlines()
+    assert sum("micro-batches: step" in line for line in lines) == 12
+    assert all("waiting    0.0 ms" in line for line in lines if line.startswith("not offloaded"))
+
+
+def test_a_toy_update_on_disk_is_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(disk_update, "WIDTH", 16)
+    monkeypatch.setattr(disk_update, "NUM_LAYERS", 2)
+    monkeypatch.setattr(disk_update.Raw, "OPEN_FLAGS", os.O_RDWR | os.O_TMPFILE)
+    disk_update._measure(tmp_path, 1)
+    assert "shardwise" in capsys.readouterr().out

@@ -6,22 +6,24 @@ matter. One save at a time: the next one waits for it, or is refused.
 
 from __future__ import annotations
 
+import logging
+import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
-
-from shardwise.checkpoint.entries import Part
+from shardwise.checkpoint.staging import Staging
 from shardwise.errors import CheckpointError, mismatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
-    from shardwise.checkpoint.entries import Entry
     from shardwise.checkpoint.ranks import Ranks
     from shardwise.runtime.engine import Engine
+
+
+logger = logging.getLogger(__name__)
 
 
 class PendingSave:
@@ -31,7 +33,7 @@ class PendingSave:
         """Stand for a job that was started."""
         self._future = future
         self.staged_bytes = staged_bytes
-        """Host memory that holds this rank's copy of the state until the save is done."""
+        """Bytes of this rank's copy of the state. The memory is kept for the next such save."""
 
     @property
     def is_done(self) -> bool:
@@ -54,6 +56,8 @@ class Background:
         """Make groups that training does not use. Collectives: one new group per axis."""
         self.ranks = ranks.apart()
         """The same ranks, on groups of their own."""
+        self.staging = Staging()
+        """Free to be used once the save before has settled."""
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardwise-save")
         self._pending: PendingSave | None = None
 
@@ -73,6 +77,7 @@ class Background:
     def start(self, job: Callable[[], None], staged_bytes: int) -> PendingSave:
         """Run a job beside training."""
         self._pending = PendingSave(self._executor.submit(job), staged_bytes)
+        _unfinished.add(self._pending)
         return self._pending
 
     def settle(self, ranks: Ranks, *, refuses: bool = False) -> None:
@@ -98,23 +103,26 @@ class Background:
         pending.wait()
 
 
+_unfinished: weakref.WeakSet[PendingSave] = weakref.WeakSet()
+"""Saves that were started; the last of a run is nobody's to wait for."""
+
+
+def _finish_at_exit() -> None:
+    """Let saves end with the process instead of being lost, and say which was."""
+    for pending in list(_unfinished):
+        try:
+            pending.wait()
+        except Exception:
+            logger.exception("a checkpoint was not written: its save had not ended at exit")
+
+
+# Before the threads of executors end, which a save needs: what was registered last runs first.
+threading._register_atexit(_finish_at_exit)  # type: ignore[attr-defined]
+
+
 def settle_all(engines: Sequence[Engine], ranks: Ranks, *, refuses: bool = False) -> None:
     """Wait for saves of these engines that are under way, or refuse to. See ``settle``."""
     for engine in engines:
         background = Background.of(engine)
         if background is not None:
             background.settle(ranks, refuses=refuses)
-
-
-def stage(entries: Sequence[Entry]) -> tuple[list[Entry], int]:
-    """Return entries whose tensors are copies on the host, and the bytes of these."""
-    staged: list[Entry] = []
-    num_bytes = 0
-    for entry in entries:
-        if not isinstance(entry, Part):
-            staged.append(entry)
-            continue
-        copy = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype).copy_(entry.tensor)
-        staged.append(replace(entry, tensor=copy))
-        num_bytes += copy.nbytes
-    return staged, num_bytes

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from shardwise.checkpoint.entries import Entry
-    from shardwise.checkpoint.manifest import FileSum
+    from shardwise.checkpoint.hashes import FileSum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,11 @@ class Target:
 
     source: tuple[slice, ...]
     memory: torch.Tensor
+
+
+def file_of(rank: int) -> str:
+    """Return the name of the file that a rank writes, as DCP calls it."""
+    return f"__{rank}_0.distcp"
 
 
 def write_file(path: Path, entries: Iterable[Entry]) -> FileReport:

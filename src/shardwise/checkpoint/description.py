@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.checkpoint.index import INDEX, OPTIMIZER, read_index
+from shardwise.checkpoint.index import INDEX, OF_OPTIMIZER, OPTIMIZER, read_index
 from shardwise.checkpoint.manifest import MANIFEST, check_file, read_manifest
 from shardwise.checkpoint.source import Source
 from shardwise.checkpoint.state import EXTRA, OURS
@@ -71,13 +71,13 @@ def describe(path: str | os.PathLike[str]) -> Description:
     for name, known in index.tensors.items():
         first = by_place.setdefault(index.places(name) or name, name)
         described = Described(
-            name=name.removeprefix(OPTIMIZER),
+            name=name.removeprefix(OPTIMIZER) if name.startswith(OF_OPTIMIZER) else name,
             shape=tuple(known.size),
             dtype=known.properties.dtype,
             num_bytes=known.size.numel() * known.properties.dtype.itemsize,
             tied_to=None if first == name else first,
         )
-        if name.startswith(OPTIMIZER):
+        if name.startswith(OF_OPTIMIZER):
             optimizer.append(described)
         elif not name.startswith(OURS):
             model.append(described)

@@ -111,8 +111,11 @@ def remove_file(path: Path) -> None:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder with all that is in it, as far as it is there."""
-    shutil.rmtree(path, ignore_errors=True)
+    """Remove a folder with all that is in it, as far as it is there; of a link the link alone."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def lock(descriptor: int) -> bool | None:

@@ -19,7 +19,7 @@ import torch
 
 from shardwise.checkpoint import disk
 from shardwise.checkpoint.data_file import bytes_of
-from shardwise.checkpoint.index import OPTIMIZER
+from shardwise.checkpoint.index import OF_OPTIMIZER
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.checkpoint.source import Source, verify
 from shardwise.checkpoint.state import OURS
@@ -86,7 +86,8 @@ def export(
         The files, the index last where there is one.
 
     Raises:
-        CheckpointError: The checkpoint is damaged, or has tensors that the format lacks.
+        CheckpointError: The checkpoint is damaged, or has tensors that the format lacks; weights
+            cannot be rounded to ``dtype``.
 
     Collectives: none; call it on one rank.
 
@@ -97,6 +98,15 @@ def export(
         raise CheckpointError(
             mismatch(
                 "max_shard_bytes", expected="at least 1", got=max_shard_bytes, fix="pass bytes"
+            )
+        )
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise CheckpointError(
+            mismatch(
+                "dtype",
+                expected="a floating-point torch.dtype or None",
+                got=repr(dtype),
+                fix="pass torch.float32, torch.bfloat16 or torch.float16",
             )
         )
     verify(folder, Ranks([]))
@@ -128,7 +138,7 @@ def _weights(source: Source, dtype: torch.dtype | None) -> tuple[list[_Weight], 
     aliases: dict[str, str] = {}
     by_place: dict[object, str] = {}
     for name, known in source.index.tensors.items():
-        if name.startswith((OPTIMIZER, OURS)):
+        if name.startswith((*OF_OPTIMIZER, OURS)):
             continue
         first = by_place.setdefault(source.index.places(name), name)
         if first != name:

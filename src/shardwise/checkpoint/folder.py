@@ -62,7 +62,7 @@ class Writing:
         Raises:
             CheckpointError: The target holds something that is no checkpoint.
         """
-        _refuse_other_things(target)
+        refuse_other_things(target)
         disk.make_parents(target.parent)
         sweep(target.parent)
         self._lock: int | None
@@ -82,7 +82,11 @@ class Writing:
         elif not disk.exchange(draft.folder, target):
             old = draft.beside("old")
             disk.rename(target, old)
-            disk.rename(draft.folder, target)
+            try:
+                disk.rename(draft.folder, target)
+            except OSError:
+                disk.rename(old, target)
+                raise
             disk.flush_folder(target.parent)
             disk.remove_folder(old)
         disk.flush_folder(target.parent)
@@ -213,8 +217,12 @@ def _is_named(old: Path, name: str) -> bool:
     return old.with_name(name).exists()
 
 
-def _refuse_other_things(target: Path) -> None:
-    """Refuse to replace what is no checkpoint."""
+def refuse_other_things(target: Path) -> None:
+    """Refuse to replace what is no checkpoint.
+
+    Raises:
+        CheckpointError: The target holds something else.
+    """
     if not target.exists():
         return
     is_checkpoint = (target / MANIFEST).exists() or (target / INDEX).exists()

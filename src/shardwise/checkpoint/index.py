@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 
 INDEX = ".metadata"
 OPTIMIZER = "optimizer."
+STATE = f"{OPTIMIZER}state."
+GROUPS = f"{OPTIMIZER}param_groups."
+OF_OPTIMIZER = (STATE, GROUPS)
+"""What names of an optimizer begin with; a module may be called ``optimizer`` as well."""
 _DCP_VERSION = "1.0.0"
 
 
@@ -200,12 +204,13 @@ def _check_cover(name: str, tensor: dcp.TensorStorageMetadata) -> None:
 
 def _path_of(name: str) -> tuple[str | int, ...]:
     """Return the path in a nested state dict, as torchtitan nests it."""
-    if not name.startswith(OPTIMIZER):
+    if not name.startswith(OF_OPTIMIZER):
         return (name,)
     rest = name.removeprefix(OPTIMIZER)
     kind, _, option = rest.partition(".")
     number, _, option = option.partition(".")
-    if kind == "param_groups" and number.isdigit():
+    is_of_list = number.isdigit() and "." not in option  # else a parameter, such as 0.weight
+    if kind == "param_groups" and is_of_list:
         return ("optimizer", kind, int(number), option)
     return ("optimizer", rest)
 

@@ -6,7 +6,8 @@ Order: verify, compare names and shapes, agree - only then write, and send updat
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +15,12 @@ import torch
 
 from shardwise.checkpoint.background import settle_all
 from shardwise.checkpoint.entries import whole
-from shardwise.checkpoint.optimizer_load import apply_optimizer
+from shardwise.checkpoint.optimizer_load import Rooms
 from shardwise.checkpoint.optimizer_plan import OptimizerPlan, plan_optimizer
 from shardwise.checkpoint.plan import ModelPlan, Problems, plan_model
 from shardwise.checkpoint.random_state import set_random_state
-from shardwise.checkpoint.source import Source, verify
+from shardwise.checkpoint.ranks import refuse_differences
+from shardwise.checkpoint.source import Source, identity, refuse_other, verify
 from shardwise.checkpoint.state import EXTRA, FACTS, TrainingState
 from shardwise.errors import CheckpointError, mismatch
 
@@ -27,9 +29,12 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from shardwise.checkpoint.contents import Named
     from shardwise.checkpoint.entries import Part
+    from shardwise.runtime.chunk import Chunk
 
 
+@torch.inference_mode(False)  # what is made here is changed by training
 @torch.no_grad()
 def load(
     path: str | os.PathLike[str],
@@ -59,18 +64,23 @@ def load(
 
     Collectives: a few small exchanges of objects, and an all-gather per chunk below stage 3.
 
-    Memory: one stored box, which is one piece of one writer; state that rests on disk is in host
-    memory meanwhile. No code from the files is run.
+    Memory: one stored box, which is one piece of one writer, and the state of one chunk where it
+    rests on disk. No code from the files is run.
     """
     state = TrainingState(model, optimizer)
     ranks = state.ranks
     settle_all(state.engines, ranks)
-    with ranks.agreed():
+
+    def rest() -> dict[str, object]:
         state.rest("load")
+        return {"an optimizer": state.has_optimizer, "strict": bool(strict)}
+
+    refuse_differences(ranks.exchange(rest))
+    with ranks.agreed():
         folder = Path(os.path.abspath(path))  # noqa: PTH100 - the path itself, links unresolved
     folder = ranks.share(folder)
-    with ranks.agreed():
-        verify(folder, ranks)
+    found = ranks.exchange(partial(verify, folder, ranks))
+    refuse_other(folder, found, found[0])
     with ranks.agreed():
         source = Source(folder)
     with closing(source):
@@ -84,18 +94,14 @@ def load(
                 if state.optimizer is None
                 else plan_optimizer(state.optimizer, source, problems)
             )
+            refuse_other(folder, [identity(folder)], found[0])
             _refuse(problems.say(strict=strict), path)
-        own = facts.get("world_size") == ranks.size
-        with ExitStack() as stack:
-            with ranks.agreed():
-                stack.enter_context(state.at_hand(is_changed=True))
-            with ranks.agreed(), _complete(path):
-                _apply(state, source, plan, prefers_own=own)
-            _announce(state, plan)
-            with ranks.agreed(), _complete(path):
-                _apply_rest(state, source, plan, optimizer_plan, facts)
-        for engine in state.engines:
-            engine.settle_moves()
+        with ranks.agreed(), _complete(path):
+            _apply(state, source, plan, optimizer_plan, facts)
+            refuse_other(folder, [identity(folder)], found[0])
+        _announce(state, plan)
+        with ranks.agreed(), _complete(path):
+            _apply_rest(state, source, plan, facts)
     return extra
 
 
@@ -104,48 +110,72 @@ def _complete(path: str | os.PathLike[str]) -> Generator[None]:
     """Say of an error inside that it came when the state was partly loaded."""
     try:
         yield
-    except (OSError, CheckpointError) as error:
-        raise _half_loaded(path) from error
+    except Exception as error:
+        raise _half_loaded(path, error) from error
 
 
-def _apply(state: TrainingState, source: Source, plan: ModelPlan, *, prefers_own: bool) -> None:
-    """Write values of parameters and buffers: own pieces, and what every rank holds whole."""
-    parts: list[tuple[str, Part]] = []
-    for named, stored in plan.tensors.items():
-        if named.record is not None:
-            parts += [(stored, part) for part in state.pieces_of(named)]
-            continue
-        own = state.own_name(named.names[0])
-        is_own = prefers_own and own in source.index.tensors
-        parts.append((own if is_own else stored, whole(named.names, named.tensor)))
-    source.fill_parts(parts)
-
-
-def _announce(state: TrainingState, plan: ModelPlan) -> None:
-    """Round masters into working values and send them. Collectives: one all-gather per chunk."""
-    records = [named.record for named in plan.tensors if named.record is not None]
-    touched = {record.chunk for record in records}
-    for engine in state.engines:
-        for chunk in engine.chunks:
-            if chunk in touched:
-                chunk.own.refresh_working()
-                engine.values.announce(chunk)
-        engine.values.settle()
-
-
-def _apply_rest(
+def _apply(
     state: TrainingState,
     source: Source,
     plan: ModelPlan,
     optimizer_plan: OptimizerPlan | None,
     facts: dict[str, Any],
 ) -> None:
-    """Hand on everything that is no value of the model."""
+    """Write own pieces and their state, and what every rank holds whole; round the masters."""
+    prefers_own = facts.get("world_size") == state.ranks.size
+    rooms = None
+    if optimizer_plan is not None:
+        rooms = Rooms(state, source, optimizer_plan, prefers_own=prefers_own)
+        rooms.take_options(facts)
+    with closing(state.batches(is_changed=True)) as batches:
+        for has in batches:
+            parts: list[tuple[str, Part]] = []
+            for named, stored in plan.tensors.items():
+                if has(named.record):
+                    parts += _parts_of(state, source, named, stored, prefers_own=prefers_own)
+            if rooms is not None:
+                parts += rooms.make(has)
+            source.fill_parts(parts)
+            for chunk in _touched(plan):
+                if has(chunk.records[0]):
+                    chunk.own.refresh_working()
+
+
+def _parts_of(
+    state: TrainingState, source: Source, named: Named, stored: str, *, prefers_own: bool
+) -> list[tuple[str, Part]]:
+    """Return the boxes of one parameter or buffer, with the names they are stored under."""
+    if named.record is not None:
+        return [(stored, part) for part in state.pieces_of(named)]
+    own = state.own_name(named.names[0])
+    is_own = prefers_own and own in source.index.tensors
+    return [(own if is_own else stored, whole(named.names, named.tensor))]
+
+
+def _touched(plan: ModelPlan) -> list[Chunk]:
+    """Return the chunks that something was read into."""
+    records = [named.record for named in plan.tensors if named.record is not None]
+    return list({record.chunk: None for record in records})
+
+
+def _announce(state: TrainingState, plan: ModelPlan) -> None:
+    """Send working values. Collectives: one all-gather per chunk."""
+    touched = set(_touched(plan))
+    for engine in state.engines:
+        for chunk in engine.chunks:
+            if chunk in touched:
+                engine.values.announce(chunk)
+        engine.values.settle()
+
+
+def _apply_rest(
+    state: TrainingState, source: Source, plan: ModelPlan, facts: dict[str, Any]
+) -> None:
+    """Hand on everything that is no tensor."""
     for name, stored in plan.owners.items():
         state.contents.owners[name].set_extra_state(source.value(stored))
-    if state.optimizer is None or optimizer_plan is None:
+    if state.optimizer is None:
         return
-    apply_optimizer(state, source, optimizer_plan, facts)
     random = state.own_name("random")
     if facts.get("world_size") == state.ranks.size and random in source.index.names:
         set_random_state(source.object(random), state.device)
@@ -164,13 +194,13 @@ def _refuse(problem: str | None, path: object) -> None:
         )
 
 
-def _half_loaded(path: object) -> CheckpointError:
+def _half_loaded(path: object, error: Exception) -> CheckpointError:
     """Return the error for storage that fails in the middle."""
     return CheckpointError(
         mismatch(
             f"checkpoint {path}",
-            expected="files that stay readable while they are loaded",
-            got="an error of the storage",
+            expected="no error once values are being written",
+            got=f"{type(error).__name__}: {error}",
             fix="load a checkpoint before training on: the state is partly loaded",
         )
     )

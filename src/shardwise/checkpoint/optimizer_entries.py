@@ -22,21 +22,19 @@ from shardwise.checkpoint.entries import (
     whole,
     writes,
 )
-from shardwise.checkpoint.index import OPTIMIZER
+from shardwise.checkpoint.index import GROUPS, STATE
 from shardwise.errors import CheckpointError, mismatch
 from shardwise.optimizer.anatomy import Anatomy, anatomy_of
 from shardwise.optimizer.pieces import is_whole_atom
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
     from shardwise.checkpoint.contents import Contents
     from shardwise.optimizer.binding import Member
-
-STATE = f"{OPTIMIZER}state."
-GROUPS = f"{OPTIMIZER}param_groups."
+    from shardwise.runtime.managed import ManagedParameter
 
 
 class OptimizerState:
@@ -105,34 +103,38 @@ class OptimizerState:
             and _num_owned(member) != 1
         }
 
-    def left_out(self) -> list[Part]:
-        """Return the state tensors of members that every rank holds whole."""
-        return [
-            whole((self._state_name(member, name),), value)
-            for member, state in self._states()
-            if member.record is None
-            for name, value in state.items()
-            if isinstance(value, torch.Tensor)
-        ]
+    def left_out(self) -> list[Entry]:
+        """Return the state of members that every rank holds whole."""
+        entries: list[Entry] = []
+        for member, state in self._states():
+            for key, value in state.items() if member.record is None else ():
+                name = self._state_name(member, key)
+                if isinstance(value, torch.Tensor):
+                    entries.append(whole((name,), value))
+                else:
+                    entries.append(Thing(names=(name,), data=encode(name, value)))
+        return entries
 
-    def entries(self, counters: set[str]) -> Iterator[Entry]:
-        """Yield what this rank holds a part of, and writes.
+    def entries(
+        self, counters: set[str], has: Callable[[ManagedParameter | None], bool]
+    ) -> Iterator[Entry]:
+        """Yield what this rank holds a part of, and writes; see ``left_out`` for the rest.
 
         Args:
             counters: Union of ``counters()`` of all ranks.
+            has: Which members, by their record, have values now; others are passed over.
         """
         for member, state in self._states():
             record = member.record
-            if record is not None and not writes(record):
+            if record is None or not has(record) or not writes(record):
                 continue
-            is_first = record is None or record.piece is None or record.piece.parameter_start == 0
+            is_first = record.piece is None or record.piece.parameter_start == 0
             for name, value in state.items():
                 names = (self._state_name(member, name),)
-                if not isinstance(value, torch.Tensor):
-                    if is_first:
-                        yield Thing(names=names, data=encode(names[0], value))
-                elif record is not None:
+                if isinstance(value, torch.Tensor):
                     yield from _parts(names, member, value, is_counter=name in counters)
+                elif is_first:
+                    yield Thing(names=names, data=encode(names[0], value))
 
     def groups(self) -> Iterator[Thing]:
         """Yield the options of every group, under all names that readers may look for."""

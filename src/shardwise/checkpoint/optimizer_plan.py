@@ -45,7 +45,8 @@ def plan_optimizer(
     members = list(optimizer.members())
     by_name = {name: member for member in members for name in optimizer.names(member)}
     names = source.index.names
-    section = next((s for s in _SECTIONS if any(n.startswith(s) for n in names)), None)
+    heads = {s: (f"{s}state.", f"{s}param_groups.") for s in _SECTIONS}
+    section = next((s for s in _SECTIONS if any(n.startswith(heads[s]) for n in names)), None)
     if section is None:
         problems.missing.append("the optimizer")
         return None
@@ -116,7 +117,12 @@ def _match(
             problems.wrong.append(
                 f"group {number} of parameters that were saved with other options"
             )
-        matched.append(options[0] if options else {k: v for k, v in group.items() if k != "params"})
+        present = {k: v for k, v in group.items() if k != "params"}
+        kept = options[0] if options else present
+        # another kind of optimizer has others
+        lacking = optimizer.anatomy.inner.defaults.keys() - kept.keys()
+        problems.missing += [f"option {name} of group {number}" for name in lacking]
+        matched.append({name: present[name] for name in lacking} | kept)
     problems.unexpected += [f"options of {name}" for name in home.keys() - found]
     return matched
 

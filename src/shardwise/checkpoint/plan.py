@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from shardwise.checkpoint.index import OPTIMIZER
+from shardwise.checkpoint.index import OF_OPTIMIZER
 from shardwise.checkpoint.state import FACTS, OURS
 
 if TYPE_CHECKING:
@@ -89,5 +89,7 @@ def _prefix_of(tensors: Iterable[Named], index: Index) -> str:
 
 def _of_model(index: Index, prefix: str) -> set[str]:
     """Return the stored names that belong to the model."""
-    apart = (OPTIMIZER, OURS) if FACTS in index.names else (OPTIMIZER, OURS, *_NEIGHBOURS)
+    apart = (*OF_OPTIMIZER, OURS)
+    if FACTS not in index.names:
+        apart += _NEIGHBOURS
     return {n for n in index.names if n.startswith(prefix) and not n.startswith(apart)}

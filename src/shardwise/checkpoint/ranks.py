@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch.distributed as dist
 
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, mismatch
 from shardwise.runtime.topology import Axis
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterable
+    from collections.abc import Callable, Generator, Iterable
 
     from shardwise.runtime.engine import Engine
 
@@ -112,14 +112,48 @@ class Ranks:
             yield
         except Exception as caught:  # whatever it is, other ranks must not wait for this one
             error = caught
-        messages = self.gather(None if error is None else _say(error))
-        if error is not None:
-            if isinstance(error, OSError):
-                raise CheckpointError(_say(error)) from error
-            raise error
-        for rank, message in enumerate(messages):
-            if message is not None:
-                raise CheckpointError(f"{message} (rank {rank})")
+        _raise_any(error, self.gather(None if error is None else _say(error)))
+
+    def exchange(self, action: Callable[[], T]) -> list[T]:
+        """Return what an action returned on every rank, in order; all raise when one does.
+
+        Collectives: one exchange, as ``agreed``.
+        """
+        error: Exception | None = None
+        results: list[T] = []
+        try:
+            results.append(action())
+        except Exception as caught:  # as in agreed
+            error = caught
+        told = self.gather((None if error is None else _say(error), results))
+        _raise_any(error, [message for message, _ in told])
+        return [result for _, one in told for result in one]
+
+
+def refuse_differences(asked: list[dict[str, object]]) -> None:
+    """Raise on all ranks where they were called with arguments that lead them different ways."""
+    for rank, one in enumerate(asked):
+        for name, value in one.items():
+            if value != asked[0][name]:
+                raise CheckpointError(
+                    mismatch(
+                        name,
+                        expected=f"{asked[0][name]!r} on all ranks, as on the first",
+                        got=f"{value!r} (rank {rank})",
+                        fix="call it with the same arguments on every rank",
+                    )
+                )
+
+
+def _raise_any(error: Exception | None, messages: list[str | None]) -> None:
+    """Raise this rank's own error, or say what the first rank that failed has said."""
+    if error is not None:
+        if isinstance(error, OSError):
+            raise CheckpointError(_say(error)) from error
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise CheckpointError(f"{message} (rank {rank})")
 
 
 def _say(error: Exception) -> str:

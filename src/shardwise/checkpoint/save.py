@@ -7,28 +7,32 @@ agree. Until the rename nothing that was there before is touched.
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from shardwise.checkpoint.background import Background, PendingSave, settle_all, stage
-from shardwise.checkpoint.data_file import FileReport, write_bytes, write_file
-from shardwise.checkpoint.folder import Draft, Writing, next_time_ns, retain
+from shardwise.checkpoint.background import Background, PendingSave, settle_all
+from shardwise.checkpoint.data_file import FileReport, file_of, write_bytes, write_file
+from shardwise.checkpoint.folder import Writing, next_time_ns, refuse_other_things, retain
 from shardwise.checkpoint.index import INDEX, make_index
 from shardwise.checkpoint.manifest import MANIFEST, Manifest
+from shardwise.checkpoint.ranks import refuse_differences
 from shardwise.checkpoint.state import TrainingState
 from shardwise.errors import CheckpointError, mismatch
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from torch import nn
 
     from shardwise.checkpoint.entries import Entry
     from shardwise.checkpoint.ranks import Ranks
 
 
+@torch.inference_mode(False)  # what is made here is changed by training
 @torch.no_grad()
 def save(
     path: str | os.PathLike[str],
@@ -68,10 +72,11 @@ def save(
         CheckpointError: On all ranks: gradients wait for a step, something cannot be saved, or the
             storage failed. Nothing was published.
 
-    Collectives: about ten small exchanges of objects, on all ranks.
+    Collectives: about eight small exchanges of objects, on all ranks; with ``async_`` the last five
+    are made beside training.
 
-    Memory: a copy of one piece on the CPU; with ``async_`` a copy of all that this rank writes.
-    State that rests on disk is in host memory meanwhile.
+    Memory: a copy of one piece on the CPU, and the state of one chunk where it rests on disk; with
+    ``async_`` a copy of all that this rank writes, which is kept for the next such save.
 
     Example:
         >>> import tempfile, torch, shardwise as sw
@@ -83,61 +88,52 @@ def save(
     """
     state = TrainingState(model, optimizer)
     ranks = state.ranks
-    with ranks.agreed():
-        target = Path(os.path.abspath(path))  # noqa: PTH100 - the path itself, links unresolved
-        _check_arguments(keep_last, async_, state)
+    asked = ranks.exchange(partial(_read_arguments, state, keep_last, async_))
+    refuse_differences(asked)
     settle_all(state.engines, ranks, refuses=async_ == "refuse")
-    with ranks.agreed():
+
+    def rest() -> set[str]:
         state.rest("save")
+        return set() if state.optimizer is None else state.optimizer.counters()
+
+    counters = set().union(*ranks.exchange(rest))
+    with ranks.agreed():
         prints = state.prints()
-        counters = set() if state.optimizer is None else state.optimizer.counters()
-    shown = ranks.gather(counters)
-    first_prints = ranks.share(prints)
-    with ExitStack() as hand:
-        with ranks.agreed():
-            hand.enter_context(state.at_hand(is_changed=False))
-            entries = state.entries(prints, first_prints, set().union(*shown), dict(extra or {}))
-            staged_bytes = 0
-            if async_:
-                entries, staged_bytes = stage(entries)
-                hand.close()
-        writing: Writing | None = None
+        things = list(state.things(dict(extra or {})))
+        target = Path(os.path.abspath(path))  # noqa: PTH100 - the path itself, links unresolved
+        if ranks.is_first:
+            refuse_other_things(target)
+    entries = state.entries((prints, ranks.share(prints)), counters, things)
+    if not async_:
+        with closing(entries):
+            _carry_out(ranks, target, entries, keep_last)
+        return None
+    background = Background.make(state.engines[0], ranks)
+    with ranks.agreed(), closing(entries):
+        staged, staged_bytes = background.staging.copy(entries)
+    job = partial(_carry_out, background.ranks, target, staged, keep_last)
+    return background.start(job, staged_bytes)
+
+
+def _carry_out(ranks: Ranks, target: Path, entries: Iterable[Entry], keep_last: int | None) -> None:
+    """Write and publish; the first rank alone has the draft to itself."""
+    writing: Writing | None = None
+    try:
         with ranks.agreed():
             if ranks.is_first:
                 writing = Writing(target)
         draft = ranks.share(None if writing is None else writing.draft)
         assert draft is not None
-        if not async_:
-            _carry_out(ranks, draft, entries, writing, keep_last)
-            return None
-    background = Background.make(state.engines[0], ranks)
-    job = partial(_carry_out, background.ranks, draft, entries, writing, keep_last)
-    return background.start(job, staged_bytes)
-
-
-def _carry_out(
-    ranks: Ranks,
-    draft: Draft,
-    entries: list[Entry],
-    writing: Writing | None,
-    keep_last: int | None,
-) -> None:
-    """Write and publish; the first rank alone has the draft to itself."""
-    try:
         with ranks.agreed():
-            report = _write(draft, ranks.rank, entries)
+            report = write_file(draft.folder / file_of(ranks.rank), entries)
         reports = ranks.collect(report)
         with ranks.agreed():
             if writing is not None:
                 _finish(writing, reports, keep_last)
     finally:
         if writing is not None:
-            writing.close()
-
-
-def _write(draft: Draft, rank: int, entries: list[Entry]) -> FileReport:
-    """Write this rank's file."""
-    return write_file(draft.folder / f"__{rank}_0.distcp", entries)
+            with suppress(OSError):  # the error that led here says more
+                writing.close()
 
 
 def _finish(writing: Writing, reports: list[FileReport], keep_last: int | None) -> None:
@@ -153,8 +149,8 @@ def _finish(writing: Writing, reports: list[FileReport], keep_last: int | None) 
         retain(parent, keep_last)
 
 
-def _check_arguments(keep_last: object, async_: object, state: TrainingState) -> None:
-    """Refuse arguments that cannot work."""
+def _read_arguments(state: TrainingState, keep_last: object, async_: object) -> dict[str, object]:
+    """Return what all ranks must ask for alike, or refuse what cannot work."""
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise CheckpointError(
             mismatch(
@@ -176,3 +172,4 @@ def _check_arguments(keep_last: object, async_: object, state: TrainingState) ->
                 fix="call shardwise.shard(model, stage=0) first, or save synchronously",
             )
         )
+    return {"async_": async_, "an optimizer": state.has_optimizer}

@@ -12,8 +12,15 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from shardwise.checkpoint.data_file import DataReader, StoredBox, Target
+from shardwise.checkpoint.hashes import hash_of
 from shardwise.checkpoint.index import INDEX, Place, read_index
-from shardwise.checkpoint.manifest import MANIFEST, check_file, read_manifest
+from shardwise.checkpoint.manifest import (
+    MANIFEST,
+    check_file,
+    check_length,
+    read_manifest,
+    share_of,
+)
 from shardwise.checkpoint.state import FACTS
 from shardwise.errors import CheckpointError, mismatch
 
@@ -38,8 +45,11 @@ class _Read:
     target: Target
 
 
-def verify(folder: Path, ranks: Ranks) -> None:
+def verify(folder: Path, ranks: Ranks) -> str:
     """Compare this rank's share of the files of a checkpoint with its manifest.
+
+    Returns:
+        What tells this checkpoint from another that may take its place.
 
     Raises:
         CheckpointError: A file differs.
@@ -47,11 +57,34 @@ def verify(folder: Path, ranks: Ranks) -> None:
     if not (folder / MANIFEST).exists() and (folder / INDEX).exists():
         if ranks.is_first:
             logger.warning("%s has no %s: it is loaded unverified", folder, MANIFEST)
-        return
+        return identity(folder)
     files = read_manifest(folder).files
-    by_size = sorted(files, key=lambda name: (-files[name].length_bytes, name))
-    for name in by_size[ranks.rank :: ranks.size]:
-        check_file(folder / name, files[name])
+    found = identity(folder)
+    if ranks.is_first:  # a file without bytes has no block that somebody would read
+        for name, wanted in files.items():
+            check_length(folder / name, wanted)
+    for name, blocks in share_of(files, ranks.rank, ranks.size).items():
+        check_file(folder / name, files[name], blocks)
+    return found
+
+
+def identity(folder: Path) -> str:
+    """Return what tells the checkpoint in a folder from others that are saved to the same place."""
+    path = folder / MANIFEST
+    return hash_of((path if path.exists() else folder / INDEX).read_bytes())
+
+
+def refuse_other(folder: Path, found: list[str], wanted: str) -> None:
+    """Refuse a folder that another checkpoint was published to since it was verified."""
+    if any(one != wanted for one in found):
+        raise CheckpointError(
+            mismatch(
+                f"checkpoint {folder}",
+                expected="the same one while it is loaded",
+                got="another that a job has saved in its place",
+                fix="load it again, and let jobs save to places of their own",
+            )
+        )
 
 
 class Source:
@@ -86,6 +119,12 @@ class Source:
         if self._open_file is not None:
             self._open_file[1].close()
             self._open_file = None
+
+    def writer_of(self, name: str) -> str:
+        """Return the file that an object, or the first box of a tensor, is in."""
+        if name in self.index.tensors:
+            return self.index.places(name)[0].file
+        return self.index.place(name).file
 
     def object(self, name: str) -> Any:  # noqa: ANN401 - whatever was saved
         """Return an object; runs no code from the file."""

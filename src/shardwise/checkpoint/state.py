@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
-import hashlib
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from shardwise.checkpoint.contents import Contents, Named
+from shardwise.checkpoint.data_file import bytes_of
 from shardwise.checkpoint.entries import Entry, Part, Thing, encode, parts_of_piece, whole, writes
+from shardwise.checkpoint.hashes import hash_of
+from shardwise.checkpoint.index import OF_OPTIMIZER
 from shardwise.checkpoint.optimizer_entries import OptimizerState
 from shardwise.checkpoint.random_state import random_state
 from shardwise.checkpoint.ranks import Ranks
 from shardwise.errors import CheckpointError, ShardwiseError, mismatch
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Iterator
+    from collections.abc import Callable, Generator, Iterable, Iterator
+    from contextlib import AbstractContextManager
 
+    from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.managed import ManagedParameter
 
 OURS = "shardwise."
 EXTRA = f"{OURS}extra"
 FACTS = f"{OURS}state"
+ABSENT = "absent"
+"""Names that the first rank has and another lacks, among what every rank holds whole."""
+
+
+def own_name(rank: int, name: str) -> str:
+    """Return how a value is called that one rank alone has."""
+    return f"{OURS}rank{rank}.{name}"
 
 
 class TrainingState:
@@ -37,12 +50,10 @@ class TrainingState:
         """Read what is there.
 
         Raises:
-            CheckpointError: Model and optimizer do not belong together, or are none.
+            CheckpointError: The model is none.
         """
         if not isinstance(model, nn.Module):
             raise _bad("model", "a torch.nn.Module", type(model).__name__)
-        if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-            raise _bad("optimizer", "a torch.optim.Optimizer or None", type(optimizer).__name__)
         self.contents = Contents(model)
         self.engines = self.contents.engines
         self.ranks = Ranks.of(self.engines)
@@ -50,18 +61,28 @@ class TrainingState:
         self._given = optimizer
         self.optimizer: OptimizerState | None = None
 
+    @property
+    def has_optimizer(self) -> bool:
+        """The state is that of training, not of weights alone."""
+        return self._given is not None
+
     def rest(self, what: str) -> None:
         """Finish what is under way, so that slices and masters hold the newest values.
 
         Raises:
-            ShardwiseError: In the middle of an accumulation, or while parameters are gathered.
+            ShardwiseError: In the middle of an accumulation, or while parameters are gathered; or
+                model and optimizer do not belong together.
         """
+        if self.has_optimizer and not isinstance(self._given, torch.optim.Optimizer):
+            got = type(self._given).__name__
+            raise _bad("optimizer", "a torch.optim.Optimizer or None", got)
         for engine in self.engines:
             if engine.reducer.is_open:
                 raise _busy(what, "a backward pass that ended in an error")
             for record in engine.records:
                 if _waits(record):
                     raise _busy(what, f"a gradient that waits for a step ({record.name})")
+        self._refuse_foreign()
         for engine in self.engines:
             engine.values.settle()
             engine.reducer.watch()
@@ -69,17 +90,61 @@ class TrainingState:
         if self._given is not None:
             self.optimizer = OptimizerState(self._given, self.contents)
 
-    @contextmanager
-    def at_hand(self, *, is_changed: bool) -> Generator[None]:
-        """Inside, state that rests on disk is in host memory, all of this rank's at once."""
-        binding = None if self.optimizer is None else self.optimizer.anatomy.binding
+    def _refuse_foreign(self) -> None:
+        """Refuse tensors that something else than shardwise has cut, and names that are ours."""
+        for named in self.contents.tensors:
+            name = named.names[0]
+            if named.record is None and isinstance(named.tensor, DTensor):
+                raise CheckpointError(
+                    mismatch(
+                        f"{name!r}",
+                        expected="a plain tensor, or a parameter that shardwise shards",
+                        got=f"a DTensor ({named.tensor.placements})",
+                        fix="save and load such a model by torch.distributed.checkpoint with "
+                        "get_model_state_dict and get_optimizer_state_dict: the folders are alike",
+                    )
+                )
+            if any(one.startswith((*OF_OPTIMIZER, OURS)) for one in named.names):
+                raise CheckpointError(
+                    mismatch(
+                        f"{name!r}",
+                        expected=f"a name that begins with none of {(*OF_OPTIMIZER, OURS)}",
+                        got="one that stands for something else in checkpoints",
+                        fix="rename the module",
+                    )
+                )
+
+    def batches(self, *, is_changed: bool) -> Generator[Callable[[ManagedParameter | None], bool]]:
+        """Bring the state to hand in batches, one after the other.
+
+        The first batch is everything that does not rest on disk, then one chunk at a time comes
+        from there; the one before is put away first. Whoever stops early must close the generator.
+
+        Args:
+            is_changed: What was in a batch is written back.
+
+        Yields:
+            Whether what stands behind a record (None for what is whole) is in the batch.
+        """
+        chunks = [chunk for engine in self.engines for chunk in engine.chunks]
+        away = [chunk for chunk in chunks if chunk.own.is_on_disk]
         with ExitStack() as stack:
-            for chunk in (chunk for engine in self.engines for chunk in engine.chunks):
-                if binding is None:
-                    stack.enter_context(chunk.own.at_hand(is_changed=is_changed))
-                else:
-                    stack.enter_context(binding.resting.at_hand(chunk, is_changed=is_changed))
-            yield
+            for chunk in chunks:
+                if not chunk.own.is_on_disk:
+                    stack.enter_context(self._at_hand(chunk, is_changed=is_changed))
+            yield lambda record: record is None or not record.chunk.own.is_on_disk
+        for chunk in away:
+            with self._at_hand(chunk, is_changed=is_changed):
+                yield lambda record, chunk=chunk: record is not None and record.chunk is chunk
+            for engine in self.engines:
+                engine.settle_moves()  # what is on its way back holds memory until it is there
+
+    def _at_hand(self, chunk: Chunk, *, is_changed: bool) -> AbstractContextManager[None]:
+        """Return a context in which all state of a chunk has values."""
+        binding = None if self.optimizer is None else self.optimizer.anatomy.binding
+        if binding is None:
+            return chunk.own.at_hand(is_changed=is_changed)
+        return binding.resting.at_hand(chunk, is_changed=is_changed)
 
     def load_options(self, state_dict: dict[str, Any]) -> None:
         """Give the optimizer groups and scaling, and no state."""
@@ -92,38 +157,45 @@ class TrainingState:
         """Return a fingerprint of everything that every rank holds whole."""
         if self.ranks.size == 1:
             return {}
-        return {part.names[0]: _fingerprint(part.tensor) for part in self._whole()}
+        return {entry.names[0]: _fingerprint(entry) for entry in self._whole()}
 
     def entries(
         self,
-        own_prints: dict[str, str],
-        first_prints: dict[str, str],
+        prints: tuple[dict[str, str], dict[str, str]],
         counters: set[str],
-        extra: dict[str, Any],
-    ) -> list[Entry]:
-        """Return what this rank writes.
+        things: Iterable[Thing],
+    ) -> Generator[Entry]:
+        """Yield what this rank writes, while it is at hand.
 
         Args:
-            own_prints: ``prints`` of this rank.
-            first_prints: Those of the first rank.
+            prints: Those of this rank, and of the first.
             counters: See ``OptimizerState``.
-            extra: The user's own.
+            things: See ``things``.
         """
-        entries: list[Entry] = list(self._pieces())
-        for part in self._whole():
-            name = part.names[0]
+        own_prints, first_prints = prints
+        for entry in self._whole():
+            name = entry.names[0]
             if self.ranks.is_first:
-                entries.append(part)
-            elif first_prints.get(name) != own_prints[name]:
-                entries.append(whole((self.own_name(name),), part.tensor))
-        if self.optimizer is not None:
-            entries += self.optimizer.entries(counters)
-        entries += self._things(extra)
-        return entries
+                yield entry
+            elif name not in first_prints:  # for other world sizes this is all there is
+                yield replace(entry, names=(*entry.names, self.own_name(name)))
+            elif first_prints[name] != own_prints[name]:
+                yield replace(entry, names=(self.own_name(name),))
+        absent = sorted(first_prints.keys() - own_prints.keys())
+        if absent:
+            yield _thing(self.own_name(ABSENT), absent)
+        with closing(self.batches(is_changed=False)) as batches:
+            for has in batches:
+                for named in self.contents.parameters:
+                    if named.record is not None and has(named.record):
+                        yield from self._pieces(named)
+                if self.optimizer is not None:
+                    yield from self.optimizer.entries(counters, has)
+        yield from things
 
     def own_name(self, name: str) -> str:
         """Return how a value is called that this rank alone has."""
-        return f"{OURS}rank{self.ranks.rank}.{name}"
+        return own_name(self.ranks.rank, name)
 
     def pieces_of(self, named: Named) -> list[Part]:
         """Return the owned boxes of a managed parameter, in the most exact values there are."""
@@ -132,25 +204,26 @@ class TrainingState:
         values = record.piece_in(record.chunk.own.update_S)
         return [] if values is None else parts_of_piece(named.names, record, values)
 
-    def _pieces(self) -> Iterator[Part]:
-        """Yield the boxes of parameters that this rank writes."""
-        for named in self.contents.parameters:
-            record = named.record
-            if record is not None and record.numel == 0:
-                if self.ranks.is_first:
-                    dtype = record.chunk.own.update_dtype
-                    empty = torch.empty(named.tensor.shape, dtype=dtype)
-                    yield whole(named.names, empty)
-            elif record is not None and writes(record):
-                yield from self.pieces_of(named)
+    def _pieces(self, named: Named) -> list[Part]:
+        """Return the boxes of a managed parameter that this rank writes."""
+        record = named.record
+        assert record is not None
+        if record.numel:
+            return self.pieces_of(named) if writes(record) else []
+        empty = torch.empty(named.tensor.shape, dtype=record.chunk.own.update_dtype)
+        return [whole(named.names, empty)] if self.ranks.is_first else []
 
-    def _whole(self) -> list[Part]:
+    def _whole(self) -> list[Entry]:
         """Return everything that every rank holds whole."""
-        parts = [whole(named.names, named.tensor) for named in self.contents.left_out]
+        parts: list[Entry] = [whole(n.names, n.tensor) for n in self.contents.left_out]
         return parts if self.optimizer is None else parts + self.optimizer.left_out()
 
-    def _things(self, extra: dict[str, Any]) -> Iterator[Thing]:
-        """Yield objects: the random state of this rank, and from the first rank all others."""
+    def things(self, extra: dict[str, Any]) -> Iterator[Thing]:
+        """Yield objects: the random state of this rank, and from the first rank all others.
+
+        Args:
+            extra: The user's own.
+        """
         yield _thing(self.own_name("random"), random_state(self.device))
         if not self.ranks.is_first:
             return
@@ -181,10 +254,12 @@ def _thing(name: str, value: object) -> Thing:
     return Thing(names=(name,), data=encode(name, value))
 
 
-def _fingerprint(tensor: torch.Tensor) -> str:
-    """Return a hash of a tensor's bits."""
-    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
+def _fingerprint(entry: Entry) -> str:
+    """Return a hash of a tensor's bits, or of an object."""
+    if isinstance(entry, Thing):
+        return hash_of(entry.data)
+    flat = entry.tensor.detach().to("cpu").contiguous().reshape(-1)
+    return hash_of(bytes_of(flat))
 
 
 def _bad(what: str, expected: str, got: str) -> CheckpointError:

@@ -7,17 +7,18 @@ that writing costs the processor less than a cached write without a hash.
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from shardwise.checkpoint import disk
-from shardwise.checkpoint.manifest import FileSum
+from shardwise.checkpoint.hashes import Hasher
 
 if TYPE_CHECKING:
     from pathlib import Path
+
+    from shardwise.checkpoint.hashes import FileSum
 
 BLOCK_BYTES = 2 * 2**20
 """Of each of the two blocks."""
@@ -30,7 +31,7 @@ class Stream:
         """Create it."""
         self._descriptor = disk.create(path)
         disk.bypass_cache(self._descriptor, is_on=True)
-        self._digest = hashlib.sha256()
+        self._hasher = Hasher()
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardwise-write")
         self._blocks = [memoryview(mmap.mmap(-1, BLOCK_BYTES)) for _ in range(2)]
         self._writing: list[Future[None] | None] = [None, None]
@@ -61,7 +62,7 @@ class Stream:
         self._await_all()
         disk.cut(self._descriptor, self.length_bytes)
         disk.flush(self._descriptor)
-        return FileSum(length_bytes=self.length_bytes, sha256=self._digest.hexdigest())
+        return self._hasher.finish()
 
     def release(self) -> None:
         """Close the file, written or not."""
@@ -75,7 +76,7 @@ class Stream:
         block, start_byte = self._blocks[0], self.length_bytes - self._used_bytes
         padded = block[: -(-self._used_bytes // disk.BLOCK_BYTES) * disk.BLOCK_BYTES]
         writing = self._writer.submit(disk.write, self._descriptor, padded, start_byte)
-        self._digest.update(block[: self._used_bytes])
+        self._hasher.update(block[: self._used_bytes])
         self._used_bytes = 0
         self._writing = [self._writing[1], writing]
         self._blocks.reverse()

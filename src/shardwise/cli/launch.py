@@ -56,6 +56,11 @@ def launch(arguments: Sequence[str], *, num_ranks: int) -> int:
     except SignalException:
         return EXIT_CODE
     except ChildFailedError as error:
-        _, failure = error.get_first_failure()
+        rank, failure = error.get_first_failure()
+        if failure.exitcode < 0:  # it could not speak for itself
+            sys.stderr.write(
+                f"shardwise train: rank {rank} was ended by {failure.signal_name()}; with "
+                "--checkpoint-dir the same command goes on after the newest checkpoint\n"
+            )
         return failure.exitcode if failure.exitcode > 0 else 1
     return 0

@@ -150,14 +150,13 @@ class Binding:
                     plan[number].append(tensor)
             self._optimizer.param_groups[number]["params"] = visible
 
-    def visible_in(self, chunk: Chunk, *, with_left_out: bool) -> list[list[nn.Parameter]]:
-        """Return, per group, what the optimizer sees of one chunk (and of what is not sharded)."""
-        empty: list[list[nn.Parameter]] = [[] for _ in self.groups]
-        of_chunk = self._plans.get(chunk, empty)
-        if not with_left_out:
-            return of_chunk
-        left_out = self._plans.get(None, empty)
-        return [a + b for a, b in zip(of_chunk, left_out, strict=True)]
+    def visible_in(self, chunk: Chunk) -> list[list[nn.Parameter]]:
+        """Return, per group, what the optimizer sees of one chunk."""
+        return self._plans.get(chunk, [[] for _ in self.groups])
+
+    def visible_left_out(self) -> list[list[nn.Parameter]]:
+        """Return, per group, what is not sharded."""
+        return self._plans.get(None, [[] for _ in self.groups])
 
 
 def check_members(optimizer: torch.optim.Optimizer) -> list[list[nn.Parameter]]:

@@ -23,6 +23,12 @@ STATE_PER_PARAMETER: frozenset[type[torch.optim.Optimizer]] = frozenset(
 )
 """Updates of one parameter depend on no other: they may run chunk by chunk."""
 
+ELEMENT_WISE: frozenset[type[torch.optim.Optimizer]] = STATE_PER_PARAMETER - {
+    torch.optim.Adafactor,
+    torch.optim.Muon,
+}
+"""Updates of one element depend on no other: they may run tile by tile."""
+
 _NO_BEHAVIOUR = frozenset(
     {"__init__", "__module__", "__qualname__", "__doc__", "__annotations__", "__firstlineno__"}
     | {"__static_attributes__"}

@@ -16,10 +16,14 @@ def shape_piece(record: ManagedParameter, slice_S: torch.Tensor) -> torch.Tensor
     """Return the owned piece in a slice, with the parameter's shape where its atom is the whole."""
     piece = record.piece
     assert piece is not None
+    return shape_run(record, slice_S.narrow(0, piece.slice_start, piece.numel))
+
+
+def shape_run(record: ManagedParameter, run: torch.Tensor) -> torch.Tensor:
+    """Return a piece whose elements are given, with the shape that the optimizer sees."""
     if is_whole_atom(record):
-        start = slice_S.storage_offset() + piece.slice_start
-        return slice_S.as_strided(record.shape, record.stride, start)
-    return slice_S.narrow(0, piece.slice_start, piece.numel)
+        return run.as_strided(record.shape, record.stride, run.storage_offset())
+    return run
 
 
 def shape_of_piece(record: ManagedParameter) -> tuple[int, ...]:

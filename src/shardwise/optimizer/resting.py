@@ -128,14 +128,33 @@ class RestingState:
             finally:
                 self._detach(chunk, slices)
 
+    def room_for(
+        self, record: ManagedParameter, name: str, dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Return where a new state that is cut like its piece belongs; its chunk is at hand.
+
+        Returns:
+            A view of the slice of that name, None where the state stays on the accelerator.
+
+        Raises:
+            BudgetError: The slice is not there yet, and does not fit.
+        """
+        slices = record.chunk.own.state
+        if slices is None:
+            return None
+        key = self._key_of(name, dtype)
+        self._add(slices, key, dtype)
+        return shape_piece(record, slices[key])
+
     def adopt(self, chunk: Chunk) -> None:
         """Take over state that was set from outside, all of it."""
         if chunk.own.state is None:
             return
         for record in chunk.records:
             self._away.pop(record, None)
-        with self.at_hand(chunk):
-            pass
+        if any(self._optimizer.state.get(piece) for _, piece in self._pieces(chunk)):
+            with self.at_hand(chunk):
+                pass
 
     def repoint(self, chunk: Chunk) -> None:
         """Point state at slices that have moved to another tier; what is no slice goes along."""

@@ -25,7 +25,8 @@ from shardwise.optimizer.arguments import (
 from shardwise.optimizer.gradients import Gradients, clip_coefficient
 from shardwise.optimizer.setup import SetUp, bind_group, set_up
 from shardwise.optimizer.state import StateExchange
-from shardwise.optimizer.stepping import Factors, Stepper
+from shardwise.optimizer.stepping import Stepper
+from shardwise.optimizer.update_gradient import Factors
 from shardwise.options import HALF_DTYPES, AdaptiveOffload, LossScale, MixedPrecision, StaticOffload
 from shardwise.runtime.loss_scaling import LossScaler
 from shardwise.runtime.norms import check_norm_type

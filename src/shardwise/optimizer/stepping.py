@@ -2,8 +2,9 @@
 
 Optimizers of torch keep their state per parameter, so they are run chunk by chunk: a chunk's
 all-gather overlaps the update of the next, and gradients in the update's dtype exist for one chunk
-at a time. Any other optimizer (or one with step hooks) is run once for all pieces. Either way its
-public ``step`` is called exactly once.
+at a time. Where each element is updated by itself a chunk is updated tile by tile (``tiles``).
+Any other optimizer (or one with step hooks) is run once for all pieces. Either way its public
+``step`` is called exactly once.
 """
 
 from __future__ import annotations
@@ -11,41 +12,30 @@ from __future__ import annotations
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.optim import optimizer as torch_optimizer
 
-from shardwise.optimizer.kinds import STATE_PER_PARAMETER, known_as
+from shardwise.optimizer.kinds import ELEMENT_WISE, STATE_PER_PARAMETER, known_as
 from shardwise.optimizer.pieces import shape_piece
+from shardwise.optimizer.tiles import Parts, cut_tiles, tile_numel
+from shardwise.optimizer.update_gradient import (
+    NewMemory,
+    OneTile,
+    needs_copy,
+    read_gradient,
+)
 from shardwise.residency import Segment
+from shardwise.runtime.own_slices import EVERYTHING
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Sequence
 
+    import torch
+
     from shardwise.optimizer.binding import Binding
+    from shardwise.optimizer.tiles import Tile
+    from shardwise.optimizer.update_gradient import Factors
     from shardwise.runtime.chunk import Chunk
-    from shardwise.runtime.engine import Engine
     from shardwise.runtime.managed import ManagedParameter
-
-
-class Factors:
-    """What stored gradients are divided and multiplied by before the update."""
-
-    def __init__(self, divisors: dict[Engine, float], clip: float) -> None:
-        """Divide by the engine's loss scale times weight, then multiply by the clip coefficient."""
-        self._divisors = divisors
-        self._clip = clip
-
-    def are_neutral(self, engine: Engine) -> bool:
-        """Return whether stored gradients are used as they are."""
-        return self._divisors[engine] == 1.0 and self._clip == 1.0
-
-    def apply_(self, gradient: torch.Tensor, engine: Engine) -> torch.Tensor:
-        """Scale a gradient in place."""
-        if self._divisors[engine] != 1.0:
-            gradient.div_(self._divisors[engine])
-        if self._clip != 1.0:
-            gradient.mul_(self._clip)
-        return gradient
 
 
 class Stepper:
@@ -102,31 +92,125 @@ class Stepper:
         factors: Factors,
     ) -> None:
         """Update chunk after chunk; the last one, with what is not sharded, by ``step`` itself."""
-        unhooked: Callable[..., Any] = type(self._optimizer).step.__wrapped__  # type: ignore
         remaining: list[Chunk] = list(order)
         begun: set[Chunk] = set()
+        buffers = OneTile(min(tile_numel(), max((c.own.numel for c in order), default=0)))
         try:
             for position, chunk in enumerate(order):
-                is_last = chunk is order[-1]
                 with self._binding.resting.at_hand(chunk):
                     begun.add(chunk)
-                    chunk.own.take_working()
                     for following in order[position + 1 : position + 2]:
                         following.own.prefetch()
-                    with (
-                        self._gradients(by_chunk[chunk], factors),
-                        self._only(chunk, with_left_out=is_last),
-                    ):
-                        if is_last:
-                            self._optimizer.step()
-                        else:
-                            unhooked(self._optimizer)
+                    self._update(
+                        chunk,
+                        by_chunk[chunk],
+                        factors,
+                        buffers,
+                        is_last=chunk is order[-1],
+                    )
                     self._publish(chunk)
                     remaining.pop(0)
             if not order:
                 self._optimizer.step()
         finally:
             self._publish_after_error(remaining, begun)
+
+    # ------------------------------------------------------------------ one chunk
+
+    def _update(
+        self,
+        chunk: Chunk,
+        records: Sequence[ManagedParameter],
+        factors: Factors,
+        buffers: OneTile,
+        *,
+        is_last: bool,
+    ) -> None:
+        """Update one chunk and round it into its working slice."""
+        tiles = self._cut(chunk, records, factors)
+        if tiles is not None:
+            self._update_tiles(chunk, tiles, factors, buffers, is_last=is_last)
+            return
+        chunk.own.take_working()
+        visible = self._binding.visible_in(chunk)
+        with self._gradients(records, factors):
+            self._run(visible, is_last=is_last)
+        chunk.own.refresh_working()
+
+    def _cut(
+        self, chunk: Chunk, records: Sequence[ManagedParameter], factors: Factors
+    ) -> list[Tile] | None:
+        """Return the tiles of a chunk's update, None where it is better done, or only right, whole.
+
+        Caches matter to a CPU alone; torch's fused kernel is one pass already.
+        """
+        own, optimizer = chunk.own, self._optimizer
+        groups = optimizer.param_groups
+        if (
+            known_as(type(optimizer)) not in ELEMENT_WISE
+            or own.gradient_S is None
+            or own.update_S.device.type != "cpu"
+            or any(group.get("differentiable") for group in groups)
+        ):
+            return None
+        is_fused = all(group.get("fused") for group in groups)
+        is_one_pass = is_fused and not own.has_master
+        if is_one_pass and not needs_copy(own, chunk.records[0].engine, factors):
+            return None
+        return cut_tiles(records, own.numel, tile_numel=tile_numel())
+
+    def _update_tiles(
+        self,
+        chunk: Chunk,
+        tiles: Sequence[Tile],
+        factors: Factors,
+        buffers: OneTile,
+        *,
+        is_last: bool,
+    ) -> None:
+        """Update tile after tile, each rounded into the working slice while it is in the cache."""
+        own, engine = chunk.own, chunk.records[0].engine
+        visible = self._binding.visible_in(chunk)
+        group_of = {piece: number for number, some in enumerate(visible) for piece in some}
+        parts = Parts(self._optimizer, self._binding.piece)
+        num_taken = 0
+        try:
+            for tile in tiles:
+                elements = slice(tile.start, tile.stop)
+                own.take_working(elements)
+                num_taken = tile.stop
+                is_final = is_last and tile is tiles[-1]
+                if tile.parts or is_final:
+                    gradient = read_gradient(own, engine, factors, elements, buffers)
+                    with parts.shown(tile, gradient) as shown:
+                        seen: list[list[torch.nn.Parameter]] = [[] for _ in visible]
+                        for piece, part in shown:
+                            seen[group_of[piece]].append(part)
+                        self._run(seen, is_last=is_final)
+                own.refresh_working(elements)
+            parts.finish()
+        except BaseException:
+            own.take_working(slice(num_taken, None))  # what is published is all of the master
+            raise
+
+    def _run(self, visible: list[list[torch.nn.Parameter]], *, is_last: bool) -> None:
+        """Run the optimizer on some parameters; the last time by ``step``, on the unsharded too."""
+        unhooked: Callable[..., Any] = type(self._optimizer).step.__wrapped__  # type: ignore
+        groups = self._optimizer.param_groups
+        before = [group["params"] for group in groups]
+        left_out = self._binding.visible_left_out()
+        for group, some, others in zip(groups, visible, left_out, strict=True):
+            group["params"] = some + others if is_last else some
+        try:
+            if is_last:
+                self._optimizer.step()
+            else:
+                unhooked(self._optimizer)
+        finally:
+            for group, params in zip(groups, before, strict=True):
+                group["params"] = params
+
+    # ------------------------------------------------------------------ all chunks at once
 
     def _step_once(
         self,
@@ -147,6 +231,7 @@ class Stepper:
                 with self._gradients(records, factors):
                     self._optimizer.step()
                 for chunk in order:
+                    chunk.own.refresh_working()
                     self._publish(chunk)
                     remaining.pop(0)
         finally:
@@ -154,9 +239,8 @@ class Stepper:
 
     @staticmethod
     def _publish(chunk: Chunk) -> None:
-        """Round the update into the working slice and send it."""
+        """Send what was updated."""
         engine = chunk.records[0].engine
-        chunk.own.refresh_working()
         engine.recorder.note((chunk,), Segment.UPDATE)
         engine.values.publish(chunk)
 
@@ -170,20 +254,6 @@ class Stepper:
             chunk.records[0].engine.values.publish(chunk)
 
     @contextmanager
-    def _only(self, chunk: Chunk, *, with_left_out: bool) -> Generator[None]:
-        """Let the optimizer see only the pieces of one chunk."""
-        groups = self._optimizer.param_groups
-        before = [group["params"] for group in groups]
-        visible = self._binding.visible_in(chunk, with_left_out=with_left_out)
-        for group, params in zip(groups, visible, strict=True):
-            group["params"] = params
-        try:
-            yield
-        finally:
-            for group, params in zip(groups, before, strict=True):
-                group["params"] = params
-
-    @contextmanager
     def _gradients(self, records: Sequence[ManagedParameter], factors: Factors) -> Generator[None]:
         """Give the pieces of some records their gradients, scaled and in the update's dtype."""
         ready: dict[Chunk, torch.Tensor] = {}
@@ -193,7 +263,9 @@ class Stepper:
             if piece is None or chunk.own.gradient_S is None:
                 continue
             if chunk not in ready:
-                ready[chunk] = self._update_gradient(chunk, record.engine, factors)
+                ready[chunk] = read_gradient(
+                    chunk.own, record.engine, factors, EVERYTHING, NewMemory()
+                )
             piece.grad = shape_piece(record, ready[chunk])
             pieces.append(piece)
         try:
@@ -201,16 +273,3 @@ class Stepper:
         finally:
             for piece in pieces:
                 piece.grad = None
-
-    @staticmethod
-    def _update_gradient(chunk: Chunk, engine: Engine, factors: Factors) -> torch.Tensor:
-        """Return the slice's gradient for the update; the stored one stays as it is."""
-        stored_S = chunk.own.gradient_S
-        assert stored_S is not None
-        dtype, device = chunk.own.update_S.dtype, chunk.own.update_S.device
-        stored_S = stored_S.to(device)  # stage 1: the gradient lies in the whole buffer
-        if factors.are_neutral(engine):
-            return stored_S.to(dtype)
-        # 16-bit updates are scaled in float32 too: a small factor would underflow before it
-        wide = torch.promote_types(dtype, torch.float32)
-        return factors.apply_(stored_S.to(wide, copy=True), engine).to(dtype)

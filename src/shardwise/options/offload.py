@@ -195,7 +195,7 @@ def _read_size(size: Size, *, what: str) -> tuple[Decimal, str] | None:
                 what,
                 expected="whole bytes from 0, a size with a unit or a share up to 100%",
                 got=repr(size),
-                fix='write 2**30, "60GiB", "1.5GB", "80%" or None',
+                fix='write 2**30, "60GiB" (KiB to PiB), "1.5GB" (kB to PB), "80%" or None',
             )
         )
     return Decimal(match[1]), unit

@@ -305,12 +305,17 @@ def _raise_elsewhere(row: _Row, limits: Limits, room_bytes: int) -> tuple[Tier, 
     if not kept:
         return None
     num_kept = kept[-1]
+    all_parts = len(row.parts)
+    enough_bytes = row.host_bytes(num_kept, all_parts) + row.staging(num_kept).host_bytes
     if limits.disk_bytes != 0:
         num_near = row.num_near(num_kept, _number(limits.host_bytes))
         if num_near is not None:
             return Tier.DISK, row.disk_bytes(num_near)
-    near_bytes = row.host_bytes(num_kept, len(row.parts))
-    return Tier.HOST, near_bytes + row.staging(num_kept).host_bytes
+        # with a disk, host memory for copies and gradients does
+        copies = row.staging(num_kept, uses_disk=True).host_bytes
+        if row.disk_bytes(num_kept) <= _number(limits.disk_bytes):
+            enough_bytes = min(enough_bytes, row.host_bytes(num_kept, num_kept) + copies)
+    return Tier.HOST, enough_bytes
 
 
 def _num_slices(chunk: ChunkBytes) -> int:

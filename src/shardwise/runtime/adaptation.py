@@ -18,7 +18,6 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from shardwise.errors import BudgetError
 from shardwise.residency import Needs, Pace, adapt, spare_bytes
 from shardwise.residency import Tier as TierName
 from shardwise.runtime.agreement import raise_together
@@ -86,7 +85,6 @@ class Adaptation:
         """Of all chunks, with the state that there is and will be."""
         self._state_bytes: list[int] = []
         """Of that state, as all ranks have agreed."""
-        self._was_refused = False
 
     @property
     def has_limit(self) -> bool:
@@ -110,7 +108,7 @@ class Adaptation:
         engine.meter.cache_bytes = self.needs.gather_bytes
         self.note_slices(engine)
         engine.meter.reset()
-        engine.meter.forget_passes()
+        engine.meter.begin_step()
 
     def note_slices(self, engine: Engine) -> None:
         """Let the meter know of slices that were made or moved."""
@@ -140,11 +138,8 @@ class Adaptation:
         """
         if self.limits.accelerator_bytes is None:
             return
-        try:
-            self._plan_with_passes(engine)
-        except BudgetError:
-            self._was_refused = True
-            raise
+        self._plan_with_passes(engine)
+        engine.meter.begin_step()  # not where it was refused: the same step would pass then
 
     def _plan_with_passes(self, engine: Engine) -> None:
         """Agree on what passes have taken and on state, and change homes where that has grown."""
@@ -158,7 +153,7 @@ class Adaptation:
             lean_bytes, peak_bytes, *state_bytes = most(
                 [
                     meter.lean_peak_bytes + unseen_bytes,
-                    meter.pass_peak_bytes + unseen_bytes,
+                    meter.step_peak_bytes + unseen_bytes,
                     *self._own_state_bytes(engine, {}),
                 ],
                 engine.topology,
@@ -209,12 +204,6 @@ class Adaptation:
         )
         if error is not None:
             raise error
-
-    def forget_refused(self, engine: Engine) -> None:
-        """Gradients were dropped: a batch that was refused for its size was none."""
-        if self._was_refused:
-            self._was_refused = False
-            engine.meter.forget_passes()
 
     def _change(
         self, engine: Engine, sizes: list[ChunkBytes], needs: Needs, *, is_together: bool = True

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shardwise.errors import BudgetError, mismatch
+from shardwise.errors import BudgetError, ShardwiseError, mismatch
 from shardwise.runtime.collectives import all_reduce_scalars
 from shardwise.runtime.dry import is_dry_run
 
@@ -95,14 +95,16 @@ def is_true_anywhere(fact: bool, topology: Topology) -> bool:
     return bool(all_reduce_scalars(flag, topology.axes, maximum=True))
 
 
-def raise_together(error: Exception | None, topology: Topology) -> None:
+def raise_together(
+    error: Exception | None, topology: Topology, *, kind: type[ShardwiseError] = BudgetError
+) -> None:
     """Raise on every rank if one has an error. Collectives: one all-reduce of a number per axis."""
     if not is_true_anywhere(error is not None, topology):
         return
-    raise error or BudgetError(
+    raise error or kind(
         mismatch(
             "offload",
-            expected="room on every rank",
+            expected="what it needs on every rank",
             got="a rank without, which has said why",
             fix="see the error of that rank",
         )

@@ -175,7 +175,7 @@ def check_same_on_all_ranks(
             mismatch(
                 "model and settings",
                 expected="the same names, shapes, dtypes, trainability and options on every rank",
-                got=f"{len(named)} parameters that differ from another rank's",
+                got=f"{len(named)} parameters, or options, that differ from another rank's",
                 fix="build the same model with the same options on all ranks",
             )
         )

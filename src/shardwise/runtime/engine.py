@@ -17,6 +17,7 @@ from torch import nn
 from shardwise.errors import ConfigurationError
 from shardwise.runtime import refusals
 from shardwise.runtime.absent import describing
+from shardwise.runtime.agreement import raise_together
 from shardwise.runtime.build import (
     build_chunks,
     check_parameters,
@@ -78,11 +79,10 @@ class Engine:
         packing = options.packing
         settings = (options.stage, packing.precision, packing.chunk_bytes, options.sums_gradients)
         self.offload, refusal = open_offload(options.offload, topology.device)
-        settings += (refusal is None, describe(options.offload))
+        settings += (describe(options.offload),)
         try:
+            raise_together(refusal, topology, kind=ConfigurationError)
             check_same_on_all_ranks(named, settings, topology)
-            if refusal is not None:
-                raise refusal
         except ConfigurationError:
             if self.offload is not None:
                 self.offload.close()
@@ -265,8 +265,6 @@ class Engine:
         """Clear the gradients of some parameters, reduced or not."""
         members = list(records)
         self.reducer.reset()
-        if self.adaptation is not None:
-            self.adaptation.forget_refused(self)
         if self.residence is not None:
             self.residence.recover()
         for record in members:
@@ -285,6 +283,8 @@ class Engine:
                     record.zero_gradient()
 
         self.forget_factors()
+        if not self.has_gradients:  # another optimizer's may wait for their step
+            self.meter.begin_step()  # what passes took whose gradients are dropped is no need
 
     @describing
     def forget_factors(self) -> None:

@@ -92,6 +92,7 @@ class Gatherer:
         self._recorder = recorder
         self._is_in_backward = False
         self._is_in_forward = False
+        self._reading: set[Chunk] = set()
 
     def widen(self, spare_bytes: int) -> None:
         """Let gathered chunks take more than the two largest bundles: ahead of use, then after."""
@@ -204,6 +205,7 @@ class Gatherer:
         for chunk in list(self._present):
             if not chunk.num_pins:
                 self.release(chunk)
+        self._forget_reads()
         self._pool.clear()
 
     def end_forward(self, *, with_grad: bool) -> None:
@@ -229,6 +231,7 @@ class Gatherer:
     def _start(self, chunk: Chunk) -> None:
         """Begin to gather a released chunk."""
         buffer_C = self._pool.take(chunk.like, chunk.layout.numel)
+        self._reading.discard(chunk)
         place_S = slice_of(buffer_C, self._axis.rank, self._axis.size)
         self._whereabouts.note("gather of", chunk)
         self._whereabouts.note_gather(chunk)
@@ -299,15 +302,29 @@ class Gatherer:
                 continue
             looked_at.add(chunk)
             ahead += chunk.whole_bytes
-            if ahead > self.prefetch_bytes:
-                return
             if chunk.presence is not Presence.RELEASED:
+                if ahead > self.prefetch_bytes:
+                    return
                 continue
+            if ahead > self.prefetch_bytes:
+                self._read_ahead(chunk)
+                return
             next_use = self.order.next_use(chunk)
             assert next_use is not None
             if not self._make_room(chunk, next_use=next_use):
                 return
             self._start(chunk)
+
+    def _read_ahead(self, chunk: Chunk) -> None:
+        """Let this rank's slice of what will be gathered next come from disk."""
+        if chunk.own.read_ahead():
+            self._reading.add(chunk)
+
+    def _forget_reads(self) -> None:
+        """Let go of slices that were read for gathers which did not come."""
+        for chunk in self._reading:
+            chunk.own.forget_reads()
+        self._reading.clear()
 
 
 @contextmanager

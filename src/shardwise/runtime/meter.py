@@ -51,10 +51,10 @@ class Meter:
         """What gathered chunks may take at least; ``lean_peak_bytes`` counts as much for them."""
         self.peak: Mapping[Holding, int] = {}
         """What was held when the most was held."""
+        self.step_peak_bytes = 0
+        """The most that was held since ``begin_step``."""
         self.lean_peak_bytes = 0
-        """The most beside slices, with no more than ``cache_bytes`` of gathered chunks."""
-        self.pass_peak_bytes = 0
-        """The most that was held, whatever reports have reset."""
+        """The most beside slices since then, with ``cache_bytes`` of gathered chunks."""
         self._device = device
         self._lock = threading.RLock()
         self._entries: dict[int, _Entry] = {}
@@ -83,20 +83,21 @@ class Meter:
         """
         if not self.is_on or self._device.type == "cpu":
             return 0
-        return max(0, torch.accelerator.max_memory_allocated(self._device) - self.pass_peak_bytes)
+        seen = self.step_peak_bytes
+        return max(0, torch.accelerator.max_memory_allocated(self._device) - seen)
 
     def reset(self) -> None:
-        """Let the high-water marks of reports fall to what is held now; those of passes stay."""
+        """Let the high-water mark of reports fall to what is held now; those of a step stay."""
         with self._lock:
             self._peak_bytes = 0
             self._note_peaks()
 
-    def forget_passes(self) -> None:
-        """Let the high-water marks of passes, which plans are made with, fall too."""
+    def begin_step(self) -> None:
+        """Let the high-water marks of a step fall to what is held now; the allocator's go along."""
         if self.is_on and self._device.type != "cpu":
             torch.accelerator.reset_peak_memory_stats(self._device)
         with self._lock:
-            self.pass_peak_bytes = self.lean_peak_bytes = 0
+            self.step_peak_bytes = self.lean_peak_bytes = 0
             self._note_peaks()
 
     def watch(self, tensor: torch.Tensor, holding: Holding) -> None:
@@ -146,7 +147,7 @@ class Meter:
         total = self._watched.total() + self._slice_bytes
         if total > self._peak_bytes:
             self._peak_bytes, self.peak = total, self.held
-        self.pass_peak_bytes = max(self.pass_peak_bytes, total)
+        self.step_peak_bytes = max(self.step_peak_bytes, total)
         slices = self._watched[Holding.SLICES] + self._slice_bytes
         lean = total - slices - self._watched[Holding.GATHERED] + self.cache_bytes
         self.lean_peak_bytes = max(self.lean_peak_bytes, lean)

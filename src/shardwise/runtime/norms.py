@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from shardwise.runtime.managed import ManagedParameter
     from shardwise.runtime.topology import Topology
 
+_PART_NUMEL = 2**20
+"""Elements of 16-bit gradients that are made wide at once."""
+
 
 def check_norm_type(norm_type: float) -> float:
     """Refuse orders that are not norms."""
@@ -98,10 +101,15 @@ def _norm(values: torch.Tensor, order: float, dtype: torch.dtype, divisor: float
     """Return the norm of one tensor, divided first, as a 0-dim float64 tensor; 0 if empty."""
     if values.numel() == 0:
         return values.new_zeros((), dtype=torch.float64)
-    if divisor != 1.0:
-        values = values.to(dtype) / divisor
-    wide = dtype if values.dtype in HALF_DTYPES else values.dtype
-    return torch.linalg.vector_norm(values, order, dtype=wide).double()
+    # a wide copy is made of what is narrow or divided: parts of it stay in the cache
+    is_copied = divisor != 1.0 or values.dtype in HALF_DTYPES
+    parts = values.flatten().split(_PART_NUMEL) if is_copied else (values,)
+    norms: list[torch.Tensor] = []
+    for part in parts:
+        divided = part if divisor == 1.0 else part.to(dtype) / divisor
+        wide = dtype if divided.dtype in HALF_DTYPES else divided.dtype
+        norms.append(torch.linalg.vector_norm(divided, order, dtype=wide).double())
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms), order)
 
 
 def _reduce(

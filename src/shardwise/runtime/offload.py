@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from shardwise.errors import BudgetError, ConfigurationError, mismatch
-from shardwise.options import AdaptiveOffload, StaticOffload
+from shardwise.options import AdaptiveOffload, Budget, StaticOffload
 from shardwise.residency import Limits, divide
 from shardwise.residency import Tier as TierName
 from shardwise.runtime.adaptation import Adaptation
@@ -156,6 +156,15 @@ def check_offload(
     """
     if choice is None or isinstance(choice, AdaptiveOffload):
         return choice
+    if isinstance(choice, Budget):
+        raise ConfigurationError(
+            mismatch(
+                "offload",
+                expected="a shardwise.AdaptiveOffload around it",
+                got=repr(choice),
+                fix="write AdaptiveOffload(budget)",
+            )
+        )
     if not isinstance(choice, StaticOffload):
         raise ConfigurationError(
             mismatch(

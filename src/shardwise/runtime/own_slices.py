@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.errors import BudgetError
 from shardwise.runtime.state_slices import MASTER, WORKING
 
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from shardwise.runtime.managed import ManagedParameter
     from shardwise.runtime.state_slices import StateSlices
     from shardwise.tiers import Tier
+
+EVERYTHING = slice(None)
+"""All elements of a slice."""
 
 
 class OwnSlices:
@@ -149,6 +153,22 @@ class OwnSlices:
             if resting is not None:
                 resting.prefetch()
 
+    def read_ahead(self) -> bool:
+        """Start to read a working slice from disk that is used soon; return whether there is one.
+
+        Where host memory is full it is read when it is used.
+        """
+        if self.working is None or self.working.is_in_memory:
+            return False
+        with suppress(BudgetError):
+            self.working.prefetch()
+        return True
+
+    def forget_reads(self) -> None:
+        """Let go of what was read ahead and not used."""
+        if self.working is not None:
+            self.working.forget_reads()
+
     @property
     def far_bytes(self) -> int:
         """Host memory that it takes to bring everything to hand."""
@@ -165,6 +185,11 @@ class OwnSlices:
         """True where ``update_S`` comes and goes."""
         resting = self.state if self.has_master else self.working
         return resting is not None and not resting.is_in_memory
+
+    @property
+    def is_on_disk(self) -> bool:
+        """True where some slice comes and goes."""
+        return any(r is not None and not r.is_in_memory for r in (self.working, self.state))
 
     def fill_own(self, place_S: torch.Tensor) -> torch.Tensor | None:
         """Prepare to send the working slice: return it, or copy it to its place in the chunk."""
@@ -243,21 +268,21 @@ class OwnSlices:
         with self.at_hand():
             self.state[MASTER].copy_(self.parameter_S if exact_S is None else exact_S)
 
-    def take_working(self) -> None:
+    def take_working(self, elements: slice = EVERYTHING) -> None:
         """Before an update: a master that says no more than the working slice follows it.
 
         So that writes which autograd does not see, as through ``.data``, are kept.
         """
         if self.has_master and not self.keeps_masters:
             with self.at_hand():
-                self.update_S.copy_(self.parameter_S)
+                self.update_S[elements].copy_(self.parameter_S[elements])
 
-    def refresh_working(self) -> None:
-        """Round the master slice into the working slice."""
+    def refresh_working(self, elements: slice = EVERYTHING) -> None:
+        """Round the master slice, or some of it, into the working slice."""
         if not self.has_master:
             return
         with self.at_hand():
-            master_S, working_S = self.update_S, self.parameter_S
+            master_S, working_S = self.update_S[elements], self.parameter_S[elements]
             if master_S.device != working_S.device:  # fewer bytes travel
                 master_S = master_S.to(working_S.dtype)
             working_S.copy_(master_S)

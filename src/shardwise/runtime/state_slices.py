@@ -7,12 +7,15 @@ back.
 
 from __future__ import annotations
 
+import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.runtime.mover import Write
 from shardwise.tiers import Lane
 
 if TYPE_CHECKING:
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 
     from shardwise.runtime.mover import Mover
     from shardwise.tiers import Block, Tier, Transfer
+
+logger = logging.getLogger(__name__)
 
 MASTER = "master"
 WORKING = "working"
@@ -33,6 +38,18 @@ class _Slice:
     near: Block | None = None
     reading: Transfer | None = None
     is_written: bool = False
+    is_kept: bool = False
+    """A write failed: only ``near`` has the values, until the next update is written."""
+
+    @property
+    def has_values(self) -> bool:
+        """Whether somebody has set values, as far as a slice on disk can tell."""
+        return self.is_written or self.is_kept
+
+    @property
+    def source(self) -> Block:
+        """The block that has the values."""
+        return _near(self) if self.is_kept else self.home
 
 
 class StateSlices:
@@ -125,7 +142,7 @@ class StateSlices:
         if entry is None or entry.home.is_freed:
             return
         assert not self._depth
-        self._mover.settle()
+        self._settle()
         _free(entry)
 
     @property
@@ -144,6 +161,18 @@ class StateSlices:
         for entry in self._slices.values():
             if entry.near is None and entry.is_written:
                 entry.near, entry.reading = self._mover.fetch(entry.home)
+
+    def forget_reads(self) -> None:
+        """Let go of what was read ahead and is not at hand."""
+        if self.is_at_hand:
+            return
+        for entry in self._slices.values():
+            near, reading = entry.near, entry.reading
+            if near is not None and not entry.is_kept:
+                entry.near, entry.reading = None, None
+                if reading is not None:
+                    reading.settle()
+                near.tier.free(near)
 
     @contextmanager
     def at_hand(self, *, is_changed: bool = True) -> Generator[None]:
@@ -166,8 +195,7 @@ class StateSlices:
     def _bring(self, entry: _Slice) -> None:
         """Return when one slice is in host memory."""
         if entry.near is None:
-            host = self._mover.tiers.host
-            entry.near = host.allocate(self._numel, entry.home.dtype)
+            entry.near = self._mover.take_near(entry.home)
             entry.near.tensor.zero_()
         if entry.reading is not None:
             entry.reading.wait()  # an error leaves it to be put away unread
@@ -176,7 +204,7 @@ class StateSlices:
     def _put_away(self) -> None:
         """Write what may have changed, and let go of host memory."""
         is_changed, self._is_changed = self._is_changed, False
-        pairs: list[tuple[Block, Block]] = []
+        writes: list[Write] = []
         for entry in self._slices.values():
             near, entry.near = entry.near, None
             if near is None:
@@ -185,12 +213,24 @@ class StateSlices:
                 reading, entry.reading = entry.reading, None
                 reading.settle()
                 near.tier.free(near)
+            elif entry.is_kept and not is_changed:
+                entry.near = near  # whoever only reads, as to save a checkpoint, can still do so
             elif is_changed or not entry.is_written:
-                entry.is_written = True
-                pairs.append((near, entry.home))
+                entry.is_written, entry.is_kept = True, False
+                writes.append(Write(near, entry.home, partial(_take_back, entry)))
             else:
                 near.tier.free(near)
-        self._mover.write_back(pairs)
+        self._mover.write_back(writes)
+
+    def _settle(self) -> None:
+        """Let writes run out before something is freed that they may read or write.
+
+        An error of one costs nothing: its values are in host memory, and are written another time.
+        """
+        try:
+            self._mover.settle()
+        except Exception:
+            logger.warning("a write to disk failed and will be repeated", exc_info=True)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         """Return what is held, by tier, for accounting; what is on disk as meta tensors."""
@@ -229,10 +269,10 @@ class StateSlices:
         try:
             for name, entry in self._slices.items():
                 block = self._mover.allocate(home, self._numel, entry.home.dtype)
-                moved[name] = _Slice(block, is_written=self.is_in_memory or entry.is_written)
+                moved[name] = _Slice(block, is_written=self.is_in_memory or entry.has_values)
             self._mover.carry(
                 [
-                    (self._slices[name].home, entry.home)
+                    (self._slices[name].source, entry.home)
                     for name, entry in moved.items()
                     if entry.is_written
                 ]
@@ -269,11 +309,25 @@ class StateSlices:
     def close(self) -> None:
         """Give all memory back: the chunk is no more."""
         assert not self._depth
-        self._mover.settle()
+        self._settle()
         self.drop_gradient()
         for entry in self._slices.values():
             _free(entry)
         self._slices = {}
+
+
+def _take_back(entry: _Slice, near: Block) -> None:
+    """Keep values that could not be written: they are at hand next time, and written then."""
+    if entry.home.is_freed:
+        near.tier.free(near)
+        return
+    unread, entry.near = entry.near, near
+    reading, entry.reading = entry.reading, None
+    entry.is_written, entry.is_kept = False, True
+    if reading is not None:
+        reading.settle()
+    if unread is not None:
+        unread.tier.free(unread)
 
 
 def _free(entry: _Slice) -> None:

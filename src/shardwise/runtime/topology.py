@@ -76,11 +76,21 @@ def launch(device: torch.device) -> None:
     launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
     if dist.is_initialized() or not launched:
         return
+    backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-        dist.init_process_group("cpu:gloo,cuda:nccl")
-    else:
-        dist.init_process_group("gloo")
+        backend = "cpu:gloo,cuda:nccl"
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    is_one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]
+    if restart == "0" or not is_one_node:
+        dist.init_process_group(backend)
+        return
+    # torchrun's store outlives a restart with the addresses of the ranks that died in it
+    # (pytorch issue 135712), so each restart looks under names of its own. The number is the same
+    # on one node alone.
+    store, rank, world_size = next(iter(dist.rendezvous("env://")))
+    own = dist.PrefixStore(f"shardwise/restart-{restart}", store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size)
 
 
 def ranks_on_this_node() -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.errors import ConfigurationError, ShardwiseError, mismatch
+from shardwise.tiers.memory import as_bytes
 from shardwise.tiers.tier import Lane
 from shardwise.tiers.transfer import Transfer
 
@@ -81,7 +82,9 @@ def _copy_on_host(source: Block, target: Block, after: Sequence[Transfer]) -> No
     """Move bytes with the calling thread."""
     for arrival in _arrivals(source, target, after):
         arrival.synchronize()
-    with torch.no_grad(), source.tier.open_pieces(source) as pieces:
+    is_in_memory = target.tier.lane is Lane.MEMORY
+    place = as_bytes(target.tensor) if is_in_memory else None
+    with torch.no_grad(), source.tier.open_pieces(source, place) as pieces:
         target.tier.write_pieces(target, pieces)
 
 

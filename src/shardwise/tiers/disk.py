@@ -21,7 +21,7 @@ from shardwise.errors import BudgetError, ConfigurationError, ShardwiseError, mi
 from shardwise.tiers.block import Block
 from shardwise.tiers.disk_file import SECTOR_BYTES, DiskFile
 from shardwise.tiers.file_calls import SystemFileCalls
-from shardwise.tiers.pages import PAGE_BYTES, BufferPool, round_up
+from shardwise.tiers.pages import PAGE_BYTES, BufferPool, round_up, view_of
 from shardwise.tiers.slots import FreeSpace, Run, locate
 from shardwise.tiers.tier import HOST_DEVICE, Lane, Tier
 
@@ -141,10 +141,10 @@ class DiskTier(Tier):
         return round_up(numel * dtype.itemsize, SECTOR_BYTES)
 
     @contextmanager
-    def open_pieces(self, block: Block) -> Generator[Pieces]:
-        """Read pieces of ``piece_bytes``; each is checked before it is handed on."""
+    def open_pieces(self, block: Block, place: torch.Tensor | None = None) -> Generator[Pieces]:
+        """Read pieces of ``piece_bytes``, in place where that is aligned; each is checked."""
         with self._read_buffers.lend() as buffer:
-            yield self._read(block, buffer)
+            yield self._read(block, buffer, place)
 
     def write_pieces(self, block: Block, pieces: Pieces) -> None:
         """Write pieces of ``piece_bytes``; a failure leaves the block as if never written."""
@@ -152,19 +152,24 @@ class DiskTier(Tier):
         record.checksums = None
         checksums: list[int] = []
         with self._write_buffers.lend() as buffer:
-            for num_bytes in _regroup(pieces, buffer.tensor):
-                checksums.append(zlib.crc32(buffer.view[:num_bytes]))
+            for view in _regroup(pieces, buffer):
+                checksums.append(zlib.crc32(view))
+                num_bytes = len(view)
                 padded_bytes = round_up(num_bytes, SECTOR_BYTES)
-                buffer.tensor[num_bytes:padded_bytes] = 0
+                if padded_bytes > num_bytes:  # the last piece, which lies in the buffer
+                    buffer.tensor[num_bytes:padded_bytes] = 0
+                    view = buffer.view[:padded_bytes]
                 position = (len(checksums) - 1) * self._options.piece_bytes
                 start = 0
                 for run in locate(record.runs, position, padded_bytes):
-                    self._file.write(run.start, buffer.view[start : start + run.num_bytes])
+                    self._file.write(run.start, view[start : start + run.num_bytes])
                     start += run.num_bytes
         record.checksums = tuple(checksums)
 
-    def _read(self, block: Block, buffer: Pages) -> Iterator[torch.Tensor]:
-        """Yield the block's bytes through one buffer."""
+    def _read(
+        self, block: Block, buffer: Pages, place: torch.Tensor | None
+    ) -> Iterator[torch.Tensor]:
+        """Yield the block's bytes, where they are meant to be or through one buffer."""
         record = self._records[block]
         if record.checksums is None:
             raise ShardwiseError(
@@ -180,11 +185,14 @@ class DiskTier(Tier):
         for index, checksum in enumerate(record.checksums):
             position = index * piece_bytes
             num_bytes = min(piece_bytes, block.num_bytes - position)
-            start = 0
+            piece, view, start = buffer.tensor[:num_bytes], buffer.view, 0
+            if place is not None and _is_aligned(place[position : position + num_bytes]):
+                piece = place[position : position + num_bytes]
+                view = view_of(piece)
             for run in locate(record.runs, position, round_up(num_bytes, SECTOR_BYTES)):
-                self._file.read(run.start, buffer.view[start : start + run.num_bytes])
+                self._file.read(run.start, view[start : start + run.num_bytes])
                 start += run.num_bytes
-            found = zlib.crc32(buffer.view[:num_bytes])
+            found = zlib.crc32(view[:num_bytes])
             if found != checksum:
                 offset = next(locate(record.runs, position, 1)).start
                 raise CorruptedBlockError(
@@ -196,7 +204,7 @@ class DiskTier(Tier):
                         fix="restart from a checkpoint on another device",
                     )
                 )
-            yield buffer.tensor[:num_bytes]
+            yield piece
 
     def _create(self, numel: int, dtype: torch.dtype) -> Block:
         """Find space for a block, making the file longer if it must be."""
@@ -245,17 +253,30 @@ class DiskTier(Tier):
         self._write_buffers.close()
 
 
-def _regroup(pieces: Pieces, buffer: torch.Tensor) -> Iterator[int]:
-    """Copy pieces of any length into a buffer; yield its filled bytes when full and at the end."""
-    filled = 0
+def _regroup(pieces: Pieces, buffer: Pages) -> Iterator[memoryview]:
+    """Yield pieces of any length in runs as long as a buffer, and a last one that may be shorter.
+
+    A run that is aligned is yielded where it lies, any other through the buffer.
+    """
+    filled, size = 0, buffer.tensor.numel()
     for piece in pieces:
         start = 0
         while start < piece.numel():
-            count = min(buffer.numel() - filled, piece.numel() - start)
-            buffer[filled : filled + count].copy_(piece[start : start + count])
-            filled, start = filled + count, start + count
-            if filled == buffer.numel():
-                yield filled
+            run = piece[start : start + size - filled]
+            start += run.numel()
+            if run.numel() == size and _is_aligned(run):
+                yield view_of(run)
+                continue
+            buffer.tensor[filled : filled + run.numel()].copy_(run)
+            filled += run.numel()
+            if filled == size:
+                yield buffer.view[:filled]
                 filled = 0
     if filled:
-        yield filled
+        yield buffer.view[:filled]
+
+
+def _is_aligned(memory: torch.Tensor) -> bool:
+    """Return whether memory on the host can be read and written past the page cache."""
+    is_on_host = memory.device.type == "cpu"
+    return is_on_host and not (memory.data_ptr() % SECTOR_BYTES or memory.numel() % SECTOR_BYTES)

@@ -98,7 +98,7 @@ def open_tiers(
     streams = None if device.type == "cpu" else Streams(device)
     return Tiers(
         AcceleratorTier(device, budget_bytes=accelerator_budget_bytes),
-        HostTier(budget_bytes=host_budget_bytes, pinned=pinned),
+        HostTier(budget_bytes=host_budget_bytes, pinned=pinned, is_mapped=pinned is None),
         None if disk is None else DiskTier(disk, budget_bytes=disk_budget_bytes),
         copier=Copier(WorkerScheduler(), streams=streams),
     )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shardwise.tiers.block import Block
+from shardwise.tiers.pages import map_pages
 from shardwise.tiers.tier import HOST_DEVICE, Lane, Tier
 
 if TYPE_CHECKING:
@@ -18,11 +19,19 @@ if TYPE_CHECKING:
     from shardwise.tiers.pinned import PinnedMemory
     from shardwise.tiers.tier import OpenPieces, Pieces
 
+_MAPPED_BYTES = 2**20
+"""Smaller blocks are not worth a mapping of their own."""
+
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return uninitialised elements that may be written under any mode of autograd."""
     with torch.inference_mode(False):  # an inference tensor could not be written outside of it
         return torch.empty(numel, dtype=dtype, device=device)
+
+
+def _is_dry_run() -> bool:
+    """Return whether tensors have no memory now (``FakeTensorMode``)."""
+    return type(torch.empty(0)) is not torch.Tensor
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -39,7 +48,10 @@ def fill_memory(block: Block, pieces: Pieces) -> None:
     """Write pieces into a memory block one after the other."""
     target, start = as_bytes(block.tensor), 0
     for piece in pieces:
-        target[start : start + piece.numel()].copy_(piece)
+        part = target[start : start + piece.numel()]
+        # what was read in place is part of the target already
+        if part.untyped_storage()._cdata != piece.untyped_storage()._cdata:
+            part.copy_(piece)
         start += piece.numel()
     assert start == target.numel(), "copies are checked to have one size"
 
@@ -64,7 +76,7 @@ class AcceleratorTier(Tier):
         """Return the bytes of the elements."""
         return numel * dtype.itemsize
 
-    def open_pieces(self, block: Block) -> OpenPieces:
+    def open_pieces(self, block: Block, place: torch.Tensor | None = None) -> OpenPieces:
         """Read the block as one piece."""
         return open_memory(block)
 
@@ -95,11 +107,22 @@ class HostTier(Tier):
     """
 
     def __init__(
-        self, *, budget_bytes: int | None = None, pinned: PinnedMemory | None = None
+        self,
+        *,
+        budget_bytes: int | None = None,
+        pinned: PinnedMemory | None = None,
+        is_mapped: bool = False,
     ) -> None:
-        """Hold nothing yet; ``pinned`` hands out page-locked memory, None ordinary memory."""
+        """Hold nothing yet.
+
+        Args:
+            budget_bytes: Bytes it may hold; None for no limit of its own.
+            pinned: Hands out page-locked memory; None for ordinary memory.
+            is_mapped: Large blocks start at a page, where a file can be read into them.
+        """
         super().__init__("host", budget_bytes=budget_bytes, lane=Lane.MEMORY)
         self._pinned = pinned
+        self._is_mapped = is_mapped
 
     @property
     def device(self) -> torch.device:
@@ -116,7 +139,7 @@ class HostTier(Tier):
         num_bytes = numel * dtype.itemsize
         return num_bytes if self._pinned is None else self._pinned.round_up(num_bytes)
 
-    def open_pieces(self, block: Block) -> OpenPieces:
+    def open_pieces(self, block: Block, place: torch.Tensor | None = None) -> OpenPieces:
         """Read the block as one piece."""
         return open_memory(block)
 
@@ -126,11 +149,13 @@ class HostTier(Tier):
 
     def _create(self, numel: int, dtype: torch.dtype) -> Block:
         """Allocate on the host."""
-        if self._pinned is None or numel == 0:
-            tensor = empty(numel, dtype, HOST_DEVICE)
-        else:
-            num_bytes = numel * dtype.itemsize
+        num_bytes = numel * dtype.itemsize
+        if self._pinned is not None and numel:
             tensor = self._pinned.take(num_bytes)[:num_bytes].view(dtype)
+        elif self._is_mapped and num_bytes >= _MAPPED_BYTES and not _is_dry_run():
+            tensor = map_pages(num_bytes, is_exact=True).tensor.view(dtype)
+        else:
+            tensor = empty(numel, dtype, HOST_DEVICE)
         return Block(self, numel=numel, dtype=dtype, tensor=tensor)
 
     def _destroy(self, block: Block, remains: Remains) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Generator
 
 PAGE_BYTES = mmap.PAGESIZE
+_HUGE_BYTES = 2 * 2**20
+"""From here on fewer, larger pages are asked for: clearing small ones takes longer than a copy."""
 
 
 def round_up(num_bytes: int, multiple_bytes: int) -> int:
@@ -28,12 +31,25 @@ class Pages(NamedTuple):
     view: memoryview
 
 
-def map_pages(num_bytes: int) -> Pages:
-    """Return zeroed pages that hold ``num_bytes``, at least one; freed with the last reference."""
+def map_pages(num_bytes: int, *, is_exact: bool = False) -> Pages:
+    """Return zeroed pages that hold ``num_bytes``, at least one; freed with the last reference.
+
+    With ``is_exact`` the tensor has no more bytes than that, and nor has its storage.
+    """
     memory = mmap.mmap(-1, max(round_up(num_bytes, PAGE_BYTES), PAGE_BYTES))
+    advice = getattr(mmap, "MADV_HUGEPAGE", None)  # Linux only
+    if advice is not None and len(memory) >= _HUGE_BYTES:
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(advice)
     with torch.inference_mode(False):
-        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        count = num_bytes if is_exact else -1
+        tensor = torch.frombuffer(memory, dtype=torch.uint8, count=count)
     return Pages(tensor, memoryview(memory))
+
+
+def view_of(memory: torch.Tensor) -> memoryview:
+    """Return a uint8 tensor's memory as a buffer of system calls; it does not keep it alive."""
+    return memoryview((ctypes.c_ubyte * memory.numel()).from_address(memory.data_ptr())).cast("B")
 
 
 class BufferPool:

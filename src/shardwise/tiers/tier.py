@@ -158,8 +158,13 @@ class Tier(ABC):
         """Return what a block of that size counts towards the budget."""
 
     @abstractmethod
-    def open_pieces(self, block: Block) -> OpenPieces:
-        """Read a block's bytes, in order; runs on the thread that copies."""
+    def open_pieces(self, block: Block, place: torch.Tensor | None = None) -> OpenPieces:
+        """Read a block's bytes, in order; runs on the thread that copies.
+
+        Args:
+            block: One of the tier's own.
+            place: Memory on the host, uint8, that they are meant for: pieces may be parts of it.
+        """
 
     @abstractmethod
     def write_pieces(self, block: Block, pieces: Pieces) -> None:

@@ -1,6 +1,7 @@
 """Run copies on a few threads, each after the copies it depends on.
 
-Memory and files have threads of their own, so a slow disk never holds up a copy to the accelerator.
+Memory, reads and writes of files have threads of their own, so a slow disk never holds up a copy to
+the accelerator.
 Threads start with the first copy that needs them.
 """
 
@@ -22,17 +23,17 @@ if TYPE_CHECKING:
 class WorkerScheduler:
     """Runs a copy as soon as it may, on a thread of its lane."""
 
-    def __init__(self, *, num_memory_workers: int = 2, num_file_workers: int = 4) -> None:
+    def __init__(self, *, num_memory_workers: int = 2, num_file_workers: int = 2) -> None:
         """Start no thread yet.
 
         Args:
             num_memory_workers: Copies within memory at once; two cores saturate most machines.
-            num_file_workers: Reads and writes at once; the call waits for the device, not the CPU.
+            num_file_workers: Reads at once, and writes: one is checked while the device is at
+                another; more of them slow some devices down.
         """
-        self._pools = {
-            Lane.MEMORY: ThreadPoolExecutor(num_memory_workers, "shardwise-memory-copies"),
-            Lane.FILE: ThreadPoolExecutor(num_file_workers, "shardwise-file-copies"),
-        }
+        self._memory = ThreadPoolExecutor(num_memory_workers, "shardwise-memory-copies")
+        self._reads = ThreadPoolExecutor(num_file_workers, "shardwise-file-reads")
+        self._writes = ThreadPoolExecutor(num_file_workers, "shardwise-file-writes")
         self._changed = threading.Condition()
         self._num_blockers: dict[Transfer, int] = {}
         """Of every copy that has not run: how many it still waits for."""
@@ -67,7 +68,7 @@ class WorkerScheduler:
         with self._changed:
             self._is_closed = True
             self._changed.wait_for(lambda: not self._num_blockers)
-        for pool in self._pools.values():
+        for pool in (self._memory, self._reads, self._writes):
             pool.shutdown()
 
     def _start(self, transfer: Transfer) -> None:
@@ -75,7 +76,13 @@ class WorkerScheduler:
         if transfer.lane is None:
             self._run(transfer)
         else:
-            self._pools[transfer.lane].submit(self._run, transfer)
+            self._pool_of(transfer).submit(self._run, transfer)
+
+    def _pool_of(self, transfer: Transfer) -> ThreadPoolExecutor:
+        """Return the threads for a copy: reads from a file never wait behind writes to it."""
+        if transfer.lane is Lane.MEMORY:
+            return self._memory
+        return self._writes if transfer.target.tier.lane is Lane.FILE else self._reads
 
     def _run(self, transfer: Transfer) -> None:
         """Run a copy, then start those that waited for it alone."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import tempfile
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import shardwise as sw
@@ -16,6 +19,19 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 SIZES = (1, 2, 3, 4)
+BF16 = sw.MixedPrecision(param_dtype=torch.bfloat16)
+ON_HOST = {"offload": sw.StaticOffload(optimizer=1.0, parameters=1.0)}
+ON_DISK = {
+    "offload": sw.StaticOffload(
+        optimizer=1.0, parameters=1.0, to="disk", disk_path=tempfile.gettempdir()
+    )
+}
+SETTINGS = {
+    **{f"stage{stage}": Job(stage=stage) for stage in range(4)},
+    "bf16-stage1": Job(stage=1, precision=BF16),
+    "bf16-host": Job(stage=3, precision=BF16, shard=ON_HOST),
+    "bf16-disk": Job(stage=3, precision=BF16, shard=ON_DISK),
+}
 
 
 def _exchange(tmp_path: Path, one: Job, others: list[Job]) -> None:
@@ -45,9 +61,9 @@ def _exchange(tmp_path: Path, one: Job, others: list[Job]) -> None:
 
 @pytest.mark.world_size(4, timeout_s=60)
 @pytest.mark.parametrize("num_savers", SIZES)
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_every_tensor_is_bit_equal_at_any_world_size(
-    num_savers: int, stage: int, tmp_path: Path
+    num_savers: int, setting: str, tmp_path: Path
 ) -> None:
-    others = [Job(stage=stage, size=size) for size in SIZES]
-    _exchange(tmp_path, Job(stage=stage, size=num_savers), others)
+    one, *others = [replace(SETTINGS[setting], size=size) for size in (num_savers, *SIZES)]
+    _exchange(tmp_path, one, others)

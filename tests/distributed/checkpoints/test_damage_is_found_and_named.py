@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import pickle
@@ -15,8 +14,9 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.checkpoint.hashes import sum_of
 from shardwise.checkpoint.index import INDEX
-from shardwise.checkpoint.manifest import MANIFEST, FileSum, read_manifest
+from shardwise.checkpoint.manifest import MANIFEST, read_manifest
 from tests.kit.oracle import assert_bit_equal
 
 if TYPE_CHECKING:
@@ -101,13 +101,7 @@ class _Attack:
 
 def _seal(folder: Path) -> None:
     """Give changed files the manifest that they would have had."""
-    sums = {
-        name: FileSum(
-            length_bytes=len(data := (folder / name).read_bytes()),
-            sha256=hashlib.sha256(data).hexdigest(),
-        )
-        for name in read_manifest(folder).files
-    }
+    sums = {name: sum_of((folder / name).read_bytes()) for name in read_manifest(folder).files}
     manifest = replace(read_manifest(folder), files=sums)
     (folder / MANIFEST).write_bytes(manifest.to_bytes())
 

@@ -42,6 +42,23 @@ def test_one_file_holds_every_tensor_once(tmp_path: Path) -> None:
     dist.barrier()
 
 
+@pytest.mark.world_size(4, timeout_s=30)
+@pytest.mark.parametrize("remainder", [0, 1, 2, 3])
+def test_padding_is_no_part_of_an_export(remainder: int, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Module()
+    for name, numel in (("a", 5), ("b", 8 + remainder), ("c", 7)):
+        model.register_parameter(name, torch.nn.Parameter(torch.randn(numel)))
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    sw.shard(model, stage=3)
+    groups = [{"params": [model.a]}, {"params": [model.b, model.c], "lr": 0.5}]
+    sw.save(tmp_path / "checkpoint", model, sw.ShardedOptimizer(torch.optim.SGD(groups, lr=0.1)))
+    if dist.get_rank() == 0:
+        (file,) = sw.export(tmp_path / "checkpoint", tmp_path / "out")
+        assert_bit_equal(load_file(file), expected)
+    dist.barrier()
+
+
 @pytest.mark.world_size(1, timeout_s=30)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_floating_point_tensors_are_cast_as_asked(dtype: torch.dtype, tmp_path: Path) -> None:

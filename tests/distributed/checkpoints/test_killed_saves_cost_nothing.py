@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
+import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -90,3 +93,26 @@ def test_every_kill_leaves_a_good_checkpoint(setting: str, moment: str, tmp_path
     assert _value_in(good) == 2.0
     assert all(not path.name.startswith(".") for path in tmp_path.iterdir())
     assert num_kills >= 20  # in each of twelve cells
+
+
+@pytest.mark.world_size(1, timeout_s=100)
+def test_a_kill_at_any_moment_leaves_a_good_checkpoint(tmp_path: Path) -> None:
+    """Whatever the writing threads are doing: one save after the other, until the process dies."""
+    moments = random.Random(0)
+    sw.save(tmp_path / "a", _model(1.0))
+    for number in range(40):
+        child = os.fork()
+        if child == 0:
+            value = 1.0
+            while True:
+                value += 1
+                sw.save(tmp_path / f"step-{value % 3:.0f}", _model(value), keep_last=2)
+        time.sleep(moments.uniform(0.01, 0.2))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        good = sw.latest(tmp_path)
+        assert good is not None, number
+        _value_in(good)
+    sw.save(tmp_path / "last", _model(0.5))
+    assert sw.latest(tmp_path) == tmp_path / "last"
+    assert all(not path.name.startswith(".") for path in tmp_path.iterdir())

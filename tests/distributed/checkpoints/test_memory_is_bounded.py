@@ -54,6 +54,40 @@ def test_saving_and_loading_hold_two_chunks_at_most(stage: int, tmp_path: Path) 
         assert peak <= 2 * CHUNK_BYTES + BUFFER_BYTES, (name, peak / 2**20)
 
 
+@pytest.mark.world_size(2, timeout_s=60)
+@pytest.mark.parametrize("async_", [False, True])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_rests_on_disk_passes_through_the_host_chunk_by_chunk(
+    stage: int, async_: bool, tmp_path: Path
+) -> None:
+    """Counted by the tier itself: three or four slices of half a chunk, of 12 chunks."""
+    model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(24)])
+    offload = sw.StaticOffload(
+        optimizer=1.0, parameters=float(stage == 3), to="disk", disk_path=tmp_path
+    )
+    sw.shard(model, stage=stage, chunk_bytes=CHUNK_BYTES, offload=offload)
+    optimizer = sw.ShardedOptimizer(torch.optim.AdamW(model.parameters(), fused=True))
+    optimizer.backward(model(torch.randn(1, 512)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    (engine,) = optimizer._binding.engines()
+    assert engine.offload is not None
+    host = engine.offload.mover.tiers.host
+
+    def save() -> None:
+        pending = sw.save(tmp_path / "checkpoint", model, optimizer, async_=async_)
+        if pending is not None:
+            pending.wait()
+
+    for call in (save, lambda: sw.load(tmp_path / "checkpoint", model, optimizer)):
+        engine.settle_moves()
+        before = host.allocated_bytes
+        host.reset_peak()
+        call()
+        assert 0 < host.peak_bytes - before <= 2 * CHUNK_BYTES
+        assert host.allocated_bytes == before
+
+
 @pytest.mark.skipif(not _RESET.exists(), reason="Linux alone tells the peak of one call")
 @pytest.mark.world_size(1, timeout_s=60)
 def test_an_export_holds_one_tensor_and_its_cast_at_most(tmp_path: Path) -> None:

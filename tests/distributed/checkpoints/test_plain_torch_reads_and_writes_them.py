@@ -115,6 +115,32 @@ def test_a_plain_run_is_taken_over(stage: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.world_size(2, timeout_s=60)
+def test_a_run_goes_on_under_ddp(tmp_path: Path) -> None:
+    model = sw.shard(GPT.build(), stage=3)
+    optimizer = sw.ShardedOptimizer(_adamw(model))
+    _step(model, optimizer)
+    sw.save(tmp_path / "checkpoint", model, optimizer)
+    torch.manual_seed(3)
+    plain = GPT.build()
+    its_optimizer = _adamw(plain)
+    sw.load(tmp_path / "checkpoint", nn.parallel.DistributedDataParallel(plain), its_optimizer)
+    assert_bit_equal(plain.state_dict(), model.state_dict())
+    assert_same_state(_filled(its_optimizer.state_dict()), optimizer.state_dict())
+
+
+@pytest.mark.world_size(2, timeout_s=60)
+def test_fully_sharded_models_are_sent_to_dcp_and_unchanged(tmp_path: Path) -> None:
+    model, optimizer = _sharded(2)
+    sw.save(tmp_path / "checkpoint", model, optimizer)
+    other, its_optimizer = _fsdp()
+    before = _of_fsdp(other, its_optimizer)
+    for call in (sw.save, sw.load):
+        with pytest.raises(sw.CheckpointError, match=r"torch\.distributed\.checkpoint with"):
+            call(tmp_path / "checkpoint", other, its_optimizer)
+    assert_bit_equal(_of_fsdp(other, its_optimizer), before)
+
+
+@pytest.mark.world_size(2, timeout_s=60)
 def test_torch_save_files_come_out_of_them(tmp_path: Path) -> None:
     model = sw.shard(GPT.build(), stage=3)
     optimizer = sw.ShardedOptimizer(_adamw(model))

@@ -195,3 +195,75 @@ def test_weights_alone_reach_the_masters(stage: int, tmp_path: Path) -> None:
     actual = whole_state(model, optimizer)["parameters"]
     wanted = {n: v.to(actual[n].dtype) for n, v in expected["parameters"].items()}
     assert_bit_equal(actual, wanted)
+
+
+class _Calls(torch.optim.Optimizer):
+    """Keeps a number of calls that differs from rank to rank."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        for parameter in (p for group in self.param_groups for p in group["params"]):
+            if parameter.grad is not None:
+                state = self.state[parameter]
+                state["calls"] = state.get("calls", 0) + 1 + dist.get_rank()
+                state.setdefault("sum", torch.zeros_like(parameter)).add_(parameter.grad)
+        return None
+
+
+@pytest.mark.world_size(3, timeout_s=30)
+@pytest.mark.parametrize("users", [(0,), (1,), (2,), (1, 2), (0, 2), (0, 1, 2), ()], ids=str)
+def test_what_ranks_hold_apart_is_had_again_by_those_that_had_it(
+    users: tuple[int, ...], tmp_path: Path
+) -> None:
+    """State of a parameter left out of sharding that some ranks have used, numbers among it."""
+
+    def start() -> tuple[nn.ModuleDict, Any]:
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 2)})
+        sw.shard(model, stage=2, ignored=list(model["b"].parameters()))
+        return model, sw.ShardedOptimizer(_Calls(model.parameters()))
+
+    model, optimizer = start()
+    x = torch.full((1, 3), 1.0 + dist.get_rank())
+    loss = model["a"](x).sum()
+    if dist.get_rank() in users:
+        loss = loss + model["b"](x).sum()
+    optimizer.backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    sw.save(tmp_path / "checkpoint", model, optimizer)
+    resumed, its_optimizer = start()
+    assert bool(optimizer.state.get(model["b"].weight)) is (dist.get_rank() in users)
+    sw.load(tmp_path / "checkpoint", resumed, its_optimizer)
+    expected = optimizer.state.get(model["b"].weight) or {}
+    actual = its_optimizer.state.get(resumed["b"].weight) or {}
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(torch.as_tensor(actual[name]), torch.as_tensor(value))
+    plain = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 2)})
+    alone = _Calls(plain.parameters())
+    sw.load(tmp_path / "checkpoint", plain, alone)
+    assert bool(alone.state.get(plain["b"].weight)) is bool(expected)
+
+
+@pytest.mark.world_size(2, timeout_s=30)
+def test_saving_and_loading_in_inference_mode_leaves_tensors_that_train(tmp_path: Path) -> None:
+    started = Job(stage=2).start(seed=1)
+    assert started is not None
+    train(*started, 1)
+    with torch.inference_mode():
+        sw.save(tmp_path / "checkpoint", *started)
+    resumed = Job(stage=2).start(seed=2)
+    assert resumed is not None
+    with torch.inference_mode():
+        sw.load(tmp_path / "checkpoint", *resumed)
+    torch.manual_seed(3)
+    train(*started, 2)
+    torch.manual_seed(3)
+    train(*resumed, 2)
+    expected, actual = whole_state(*started), whole_state(*resumed)
+    assert_bit_equal(actual["parameters"], expected["parameters"])
+    assert_same_state(actual["optimizer"], expected["optimizer"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -26,7 +27,11 @@ class _More(nn.Module):
         if has_more:
             self.more = nn.Linear(2, 2)
         if has_less:
-            del self.head
+            self.head = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.body(x)
+        return hidden if self.head is None else self.head(hidden)
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -140,3 +145,67 @@ def test_what_only_unpickling_could_read_back_is_not_saved(tmp_path: Path) -> No
     with pytest.raises(sw.CheckpointError, match=r"'shardwise\.extra'"):
         sw.save(tmp_path / "checkpoint", model, optimizer, extra={"job": Job()})
     assert list(tmp_path.iterdir()) == []
+
+
+_AWAY = {
+    "host": sw.StaticOffload(optimizer=1.0),
+    "disk": sw.StaticOffload(optimizer=1.0, to="disk", disk_path=tempfile.gettempdir()),
+}
+
+
+@pytest.mark.world_size(1, 2, timeout_s=30)
+@pytest.mark.parametrize("tier", _AWAY)
+@pytest.mark.parametrize("chunk_bytes", [64, None])
+def test_state_that_a_checkpoint_does_not_know_stays_where_it_rests(
+    chunk_bytes: int | None, tier: str, tmp_path: Path
+) -> None:
+    """Also where a chunk holds parameters of both kinds."""
+    shard = {"offload": _AWAY[tier]} | ({"chunk_bytes": chunk_bytes} if chunk_bytes else {})
+    few = Job(stage=3, build=lambda: _More(has_less=True), make_optimizer=_sgd)
+    more = Job(stage=3, build=_More, make_optimizer=_sgd, shard=shard)
+    saved, saved_optimizer = _start(few, 1)
+    _step(saved, saved_optimizer)
+    sw.save(tmp_path / "checkpoint", saved, saved_optimizer)
+    model, optimizer = _start(more, 2)
+    _step(model, optimizer)
+    before, source = whole_state(model, optimizer), whole_state(saved, saved_optimizer)
+    sw.load(tmp_path / "checkpoint", model, optimizer, strict=False)
+    after = whole_state(model, optimizer)
+    for index, name in enumerate(before["parameters"]):
+        origin = source if name in source["parameters"] else before
+        position = list(origin["parameters"]).index(name)
+        assert torch.equal(after["parameters"][name], origin["parameters"][name])
+        loaded = after["optimizer"]["state"][index]["momentum_buffer"]
+        assert torch.equal(loaded, origin["optimizer"]["state"][position]["momentum_buffer"])
+        assert loaded.any()
+
+
+def _step(model: nn.Module, optimizer: Any) -> None:
+    optimizer.backward(model(torch.linspace(-1, 1, 8).view(2, 4)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.world_size(2, 3, timeout_s=30)
+@pytest.mark.parametrize("what", ["async_", "optimizer", "kind"])
+def test_arguments_that_differ_between_ranks_are_refused_on_all(what: str, tmp_path: Path) -> None:
+    model, optimizer = _start(Job(stage=2), 1)
+    sw.save(tmp_path / "checkpoint", model, optimizer)
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    options: dict[str, Any] = {"optimizer": optimizer}
+    if is_last:
+        options |= {
+            "async_": {"async_": True},
+            "optimizer": {"optimizer": None},
+            "kind": {"optimizer": 3},
+        }[what]
+    with pytest.raises(sw.CheckpointError, match=r"same arguments|pass one"):
+        sw.save(tmp_path / "other", model, **options)
+    options.pop("async_", None)
+    if what != "async_":
+        with pytest.raises(sw.CheckpointError, match=r"same arguments|pass one"):
+            sw.load(tmp_path / "checkpoint", model, **options)
+        with pytest.raises(sw.CheckpointError, match=r"same arguments|pass one"):
+            sw.load(tmp_path / "checkpoint", model, **options, strict=False)
+    sw.load(tmp_path / "checkpoint", model, optimizer)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]

@@ -151,6 +151,39 @@ def test_a_batch_that_fits_nowhere_is_refused_and_changes_nothing() -> None:
     with pytest.raises(sw.BudgetError, match=r"raise Budget.accelerator to \d+ bytes"):
         train(model, optimizer, samples=4 * SAMPLES)
     assert_bit_equal(parameters(model), before, what="after the refusal")
+    optimizer.zero_grad()
+    train(model, optimizer, steps=2)  # without that batch
+
+
+@pytest.mark.world_size(2)
+def test_a_pass_whose_gradients_are_dropped_is_no_need() -> None:
+    model, optimizer = build(budget=sw.Budget(accelerator=smallest()))
+    train(model, optimizer)
+    optimizer.backward(model(torch.randn(4 * SAMPLES, WIDTH)).square().mean())
+    optimizer.zero_grad()
+    train(model, optimizer, steps=2)
+
+
+@pytest.mark.world_size(1, 2)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_with_a_disk_host_memory_for_copies_and_gradients_does(stage, tmp_path) -> None:
+    """What a refusal asks for is no more than that, and works for the call that was refused."""
+    budget = {"accelerator": smallest(stage=stage), "disk_path": tmp_path}
+    asked = []
+    host = 1
+    for _ in range(5):
+        try:
+            model, optimizer = build(stage=stage, budget=sw.Budget(host=host, **budget))
+            train(model, optimizer, steps=2)
+            break
+        except sw.BudgetError as error:
+            host = asked_bytes(error, "host")
+            asked.append(host)
+    slice_bytes = CHUNK_BYTES // dist.get_world_size()
+    gradients = DEPTH * slice_bytes
+    assert asked == sorted(asked)
+    assert host <= gradients + 4 * 3 * slice_bytes + 2 * slice_bytes
+    assert sw.memory_report(model).host.peak_bytes <= host
 
 
 @pytest.mark.world_size(2)

@@ -91,27 +91,6 @@ def test_a_failed_read_costs_nothing(tmp_path, monkeypatch) -> None:
     assert all(value.isfinite().all() for value in parameters(model).values())
 
 
-@pytest.mark.world_size(1)
-def test_a_failed_write_costs_its_own_chunk_alone(tmp_path, monkeypatch) -> None:
-    failing = Failing("write")
-    limit(monkeypatch, calls=failing.calls())
-    model, optimizer = build(on_disk(tmp_path))
-    reference = build(None)
-    for _ in range(2):
-        train(model, optimizer)
-        train(*reference)
-    failing.start()
-    with pytest.raises(sw.ShardwiseError, match="no such sector"):
-        train(model, optimizer)
-    train(*reference)
-    second = model._shardwise.chunks[1]
-    with second.own.at_hand(is_changed=False):
-        expected = reference[0]._shardwise.chunks[1].own.update_S
-        torch.testing.assert_close(second.own.update_S, expected, rtol=0, atol=0)
-    with pytest.raises(sw.ShardwiseError, match="written"):
-        optimizer.state_dict()
-
-
 @pytest.mark.world_size(1, 2)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("to", ["host", "disk"])

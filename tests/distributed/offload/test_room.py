@@ -110,3 +110,15 @@ def test_a_failed_write_is_raised_by_the_step_and_named(tmp_path, monkeypatch) -
     state["is_broken"] = True
     with pytest.raises(sw.ShardwiseError, match="no such sector"):
         train(model, optimizer)
+
+
+@pytest.mark.world_size(2)
+def test_a_folder_that_one_rank_lacks_is_named_there(tmp_path) -> None:
+    first = dist.get_rank() == 0
+    folder = tmp_path if first else tmp_path / "missing"
+    model = model_of()
+    match = "a rank without" if first else "missing"
+    with pytest.raises(sw.ConfigurationError, match=match):
+        sw.shard(model, offload=sw.StaticOffload(optimizer=1.0, to="disk", disk_path=folder))
+    train(sw.shard(model), sw.ShardedOptimizer(torch.optim.AdamW(model.parameters())))
+    assert list(tmp_path.iterdir()) == []

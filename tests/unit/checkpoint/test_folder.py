@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import importlib
 from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import shardwise as sw
@@ -149,3 +151,79 @@ def test_a_relative_path_and_missing_parents_will_do(
     monkeypatch.chdir(tmp_path)
     sw.save("deep/er/a", _model(1.0))
     assert _value_in(tmp_path / "deep" / "er" / "a") == 1.0
+
+
+def test_saving_to_a_link_replaces_the_link_and_leaves_nothing(tmp_path: Path) -> None:
+    sw.save(tmp_path / "a", _model(1.0))
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    assert _value_in(tmp_path / "b") == 1.0
+    sw.save(tmp_path / "b", _model(2.0))
+    assert (_value_in(tmp_path / "a"), _value_in(tmp_path / "b")) == (1.0, 2.0)
+    assert _names(tmp_path) == ["a", "b"]
+
+
+def test_a_checkpoint_keeps_its_name_where_the_new_one_cannot_take_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a file system that cannot exchange folders, between the two renames."""
+    sw.save(tmp_path / "a", _model(1.0))
+    rename = disk.rename
+
+    def fail(source: Path, target: Path) -> None:
+        if source.suffix == ".partial":
+            raise OSError(errno.EIO, "device")
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "exchange", lambda *_: False)
+        patch.setattr(disk, "rename", fail)
+        with pytest.raises(sw.CheckpointError, match="device"):
+            sw.save(tmp_path / "a", _model(2.0))
+    assert _value_in(tmp_path / "a") == 1.0
+    assert _names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("moment", ["verified", "read"])
+def test_a_checkpoint_that_is_replaced_while_it_is_loaded_is_noticed(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sw.save(tmp_path / "a", _model(1.0))
+    model = _model(0.0)
+    name = {"verified": "Source", "read": "_parts_of"}[moment]
+    module = importlib.import_module("shardwise.checkpoint.load")
+    original, is_replaced = getattr(module, name), []
+
+    def replacing(*arguments: object, **options: object) -> object:
+        if not is_replaced:
+            is_replaced.append(True)
+            sw.save(tmp_path / "a", _model(2.0))
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(module, name, replacing)
+    with pytest.raises(sw.CheckpointError, match="another that a job has saved in its place"):
+        sw.load(tmp_path / "a", model)
+    if moment == "verified":
+        assert model.bias[0].item() == 0.0
+
+
+def test_modules_may_be_called_as_parts_of_a_checkpoint_are(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"optimizer": nn.Linear(2, 1), "optim": nn.Linear(2, 1)})
+    sw.save(tmp_path / "a", model)
+    other = nn.ModuleDict({"optimizer": nn.Linear(2, 1), "optim": nn.Linear(2, 1)})
+    sw.load(tmp_path / "a", other)
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value)
+    (file,) = sw.export(tmp_path / "a", tmp_path / "out")
+    assert load_file(file).keys() == model.state_dict().keys()
+    with pytest.raises(sw.CheckpointError, match="missing 'the optimizer'"):
+        sw.load(tmp_path / "a", other, torch.optim.SGD(other.parameters()))
+
+
+@pytest.mark.parametrize("name", ["shardwise", "optimizer.state"])
+def test_names_that_mean_something_else_are_refused(name: str, tmp_path: Path) -> None:
+    model: nn.Module = nn.Linear(2, 1)
+    for part in reversed(name.split(".")):
+        model = nn.ModuleDict({part: model})
+    with pytest.raises(sw.CheckpointError, match="rename the module"):
+        sw.save(tmp_path / "a", model)
+    assert _names(tmp_path) == []

@@ -78,7 +78,7 @@ class PlayedTier(Tier):
     def footprint_bytes(self, numel, dtype):
         return numel * dtype.itemsize
 
-    def open_pieces(self, block):
+    def open_pieces(self, block, place=None):
         return open_memory(block)
 
     def write_pieces(self, block, pieces):

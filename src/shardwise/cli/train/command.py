@@ -100,7 +100,8 @@ def _prepare(config: TrainConfig, stop: StopRequest) -> Run:
     if config.run.save_every and config.run.checkpoint_dir is None:
         raise ConfigurationError("--save-every expected --checkpoint-dir beside it but got none.")
     corpus = load_text(config)
-    folder = _make_folder(config.run.out)
+    folder = _make_folder(config.run.out, option="--out")
+    _make_folder(config.run.checkpoint_dir, option="--checkpoint-dir")
     device = ranks.device(config.shard.device)
     config = settle_precision(config, device)
     if folder is not None and ranks.is_first:
@@ -115,8 +116,8 @@ def _prepare(config: TrainConfig, stop: StopRequest) -> Run:
     )
 
 
-def _make_folder(out: str | None) -> Path | None:
-    """Create the run's folder."""
+def _make_folder(out: str | None, *, option: str) -> Path | None:
+    """Create a folder that an option names."""
     if out is None:
         return None
     folder = Path(out)
@@ -124,7 +125,7 @@ def _make_folder(out: str | None) -> Path | None:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         reason = error.strerror or type(error).__name__
-        raise ConfigurationError(f"--out expected a folder but got {out}: {reason}.") from None
+        raise ConfigurationError(f"{option} expected a folder but got {out}: {reason}.") from None
     return folder
 
 

@@ -70,13 +70,13 @@ class ShardConfig:
     offload_path: str | None = None
     """Folder on a local disk where these rest; absent: host memory."""
 
-    accelerator_budget: str | None = None
+    accelerator_budget: str | int | None = None
     """Bytes that a rank may hold on the accelerator, such as "64MiB": the rest goes elsewhere."""
 
-    host_budget: str | None = None
+    host_budget: str | int | None = None
     """Bytes that a rank may hold in host memory; absent: no limit."""
 
-    disk_budget: str | None = None
+    disk_budget: str | int | None = None
     """Bytes that a rank may hold on disk; absent: no limit where there is a path."""
 
     disk_path: str | None = None

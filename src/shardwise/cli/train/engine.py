@@ -66,13 +66,8 @@ def mixed_precision(precision: str) -> sw.MixedPrecision | None:
 def offload(config: ShardConfig) -> sw.StaticOffload | sw.AdaptiveOffload | None:
     """Return what rests off the accelerator, None if nothing does."""
     fractions = fixed_offload(config)
-    budgets = {
-        "accelerator": config.accelerator_budget,
-        "host": config.host_budget,
-        "disk": config.disk_budget,
-        "disk_path": config.disk_path,
-    }
-    if not any(budgets.values()):
+    sizes = (config.accelerator_budget, config.host_budget, config.disk_budget)
+    if all(size is None for size in (*sizes, config.disk_path)):
         return fractions
     if fractions is not None:
         raise sw.ConfigurationError(
@@ -83,7 +78,11 @@ def offload(config: ShardConfig) -> sw.StaticOffload | sw.AdaptiveOffload | None
                 fix="leave --offload-optimizer and --offload-parameters out",
             )
         )
-    return sw.AdaptiveOffload(sw.Budget(**budgets))
+    accelerator, host, disk = (
+        int(size) if isinstance(size, str) and size.isdecimal() else size for size in sizes
+    )  # the number of bytes that a refusal names
+    budget = sw.Budget(accelerator=accelerator, host=host, disk=disk, disk_path=config.disk_path)
+    return sw.AdaptiveOffload(budget)
 
 
 def fixed_offload(config: ShardConfig) -> sw.StaticOffload | None:

@@ -1,0 +1,67 @@
+"""Slips that a caller makes with good checkpoints are refused in words, and change nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+
+
+def trained(make=torch.optim.AdamW):
+    torch.manual_seed(0)
+    model = sw.shard(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2)))
+    optimizer = sw.ShardedOptimizer(make(model.parameters(), lr=0.1))
+    optimizer.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+@pytest.mark.world_size(1, 2)
+def test_state_of_another_kind_of_optimizer_is_refused(tmp_path) -> None:
+    kinds = (torch.optim.AdamW, torch.optim.SGD)
+    for kind, other in (kinds, kinds[::-1]):
+        path = tmp_path / kind.__name__
+        sw.save(path, *trained(kind))
+        model, optimizer = trained(other)
+        with pytest.raises(sw.CheckpointError, match="missing 'option"):
+            sw.load(path, model, optimizer)
+        optimizer.backward(model(torch.ones(2, 4)).sum())
+        optimizer.step()
+
+
+@pytest.mark.world_size(1)
+def test_weights_are_not_exported_as_integers(tmp_path) -> None:
+    sw.save(tmp_path / "checkpoint", *trained())
+    for dtype in (torch.int8, "fp16"):
+        with pytest.raises(sw.CheckpointError, match="floating-point"):
+            sw.export(tmp_path / "checkpoint", tmp_path / "out", dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
+_LAST_SAVE = """
+import sys, torch, shardwise as sw
+model = sw.shard(torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)]))
+optimizer = sw.ShardedOptimizer(torch.optim.AdamW(model.parameters()))
+optimizer.backward(model(torch.ones(1, 512)).sum())
+optimizer.step()
+pending = sw.save(sys.argv[1], model, optimizer, async_=True)
+"""
+
+
+def test_the_last_asynchronous_save_of_a_run_is_not_lost(tmp_path) -> None:
+    path = tmp_path / "last"
+    ended = subprocess.run(
+        [sys.executable, "-c", _LAST_SAVE, str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert sw.latest(tmp_path) == path
