@@ -91,8 +91,15 @@ class Binding:
 
     def reserve_state(self) -> None:
         """Take room for state that will rest elsewhere: see ``RestingState.reserve``."""
-        groups = [[m.record for m in members if m.record is not None] for members in self.groups]
-        self.resting.reserve(groups, self.engines())
+        self.resting.reserve(self._grouped_records(), self.engines())
+
+    def expected_state(self) -> dict[Chunk, dict[str, torch.dtype]]:
+        """Return the slices of state that updates have or will make, as far as can be known."""
+        return self.resting.expected(self._grouped_records())
+
+    def _grouped_records(self) -> list[list[ManagedParameter]]:
+        """Return the sharded members of every group."""
+        return [[m.record for m in members if m.record is not None] for members in self.groups]
 
     @contextmanager
     def during(self, task: str) -> Generator[None]:

@@ -96,6 +96,23 @@ class Gradients:
             engine.values.settle()
             engine.values.refresh_changed_masters()
 
+    def make_room(self) -> None:
+        """Before an update: let homes follow what passes have taken.
+
+        Raises:
+            BudgetError: It does not fit, on all ranks alike; nothing was changed.
+
+        Collectives: see ``Adaptation.before_update``.
+        """
+        for engine in self._binding.engines():
+            if engine.adaptation is not None:
+                engine.adaptation.before_update(engine)
+
+    def end_step(self) -> None:
+        """End a step that updated nothing."""
+        for engine in self._binding.engines():
+            engine.end_step()
+
     def exist(self) -> bool:
         """Return whether a step has anything to update."""
         return any(r.is_held for r in self._binding.records()) or bool(self._left_out())

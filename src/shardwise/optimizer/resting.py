@@ -8,7 +8,6 @@ view of it. While a slice is on disk, pieces and state are stand-ins: the right 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +54,10 @@ class RestingState:
 
         Collectives: an agreement per engine whose state rests elsewhere.
         """
-        self._plan(groups, engines)
+        expected = self.expected(groups)
+        for engine in engines:
+            if engine.adaptation is not None:
+                engine.adaptation.expect(engine, expected)
         self._add_foretold(groups, engines)
         for engine in engines:
             if engine.adaptation is not None:
@@ -87,24 +89,17 @@ class RestingState:
                 self._made.remove((slices, key))
             raise
 
-    def _plan(
-        self, groups: Sequence[Sequence[ManagedParameter]], engines: Sequence[Engine]
-    ) -> None:
-        """Let homes that follow sizes make room. Raises ``BudgetError`` on all ranks alike."""
-        added_bytes: Counter[Chunk] = Counter()
-        seen: set[tuple[Chunk, str]] = set()
+    def expected(
+        self, groups: Sequence[Sequence[ManagedParameter]]
+    ) -> dict[Chunk, dict[str, torch.dtype]]:
+        """Return the slices of state that can be foretold, there or not: equal on all ranks."""
+        found: dict[Chunk, dict[str, torch.dtype]] = {}
         for group, records in zip(self._optimizer.param_groups, groups, strict=True):
             for record in records:
-                own = record.chunk.own
+                slices = found.setdefault(record.chunk, {})
                 for name, dtype in self._foretell(group, record).items():
-                    key = self._key_of(name, dtype)
-                    is_there = own.state is not None and key in own.state
-                    if not is_there and (record.chunk, key) not in seen:
-                        seen.add((record.chunk, key))
-                        added_bytes[record.chunk] += own.numel * dtype.itemsize
-        for engine in engines:
-            if engine.adaptation is not None:
-                engine.adaptation.expect(engine, added_bytes)
+                    slices[self._key_of(name, dtype)] = dtype
+        return found
 
     def _foretell(self, group: dict[str, Any], record: ManagedParameter) -> dict[str, torch.dtype]:
         """Return the state that a parameter of a group will have, cut like it."""
@@ -162,7 +157,7 @@ class RestingState:
                 pass
 
     def repoint(self, chunk: Chunk) -> None:
-        """Point state at slices that have moved to another tier."""
+        """Point state at slices that have moved to another tier; what is no slice goes along."""
         slices = chunk.own.state
         if slices is None:
             return
@@ -170,6 +165,22 @@ class RestingState:
             self._show(chunk, slices)
         else:
             self._detach(chunk, slices)
+        beside = self._counted_beside()
+        for record, piece in self._pieces(chunk):
+            away, state = self._away.get(record, {}), self._optimizer.state.get(piece, {})
+            for name, value in list(state.items()):
+                if isinstance(value, torch.Tensor) and name not in away:
+                    is_counter = name == "step" and piece not in beside
+                    state[name] = value.to("cpu" if is_counter else piece.device)
+
+    def _counted_beside(self) -> set[torch.Tensor]:
+        """Return the pieces whose counters torch keeps beside them, not always on the CPU."""
+        return {
+            piece
+            for group in self._optimizer.param_groups
+            if group.get("capturable") or group.get("fused")
+            for piece in group["params"]
+        }
 
     def _attach(self, chunk: Chunk, slices: StateSlices) -> None:
         """Give pieces and state their values; entries that are gone stay gone."""

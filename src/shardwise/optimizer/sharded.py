@@ -280,9 +280,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._gradients.settle()
-        for engine in self._binding.engines():
-            if engine.adaptation is not None:
-                engine.adaptation.before_update(engine)
+        self._gradients.make_room()
         self.last_step_skipped = False
         norm, divisors = self._gradients.measure(self._norm_type)
         self._norm = norm if self._clipped_norm is None else self._clipped_norm
@@ -314,6 +312,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             "" if self._gradients.scaler is None else f"; loss scale is now {self.loss_scale:g}",
         )
         self.zero_grad()
+        self._gradients.end_step()
 
     # ------------------------------------------------------------------ groups, state, masters
 

@@ -56,11 +56,20 @@ class Stepper:
         for record in self._binding.records():
             if record.is_held:
                 by_chunk.setdefault(record.chunk, []).append(record)
-                record.is_spent = True
         order = [c for engine in self._binding.engines() for c in engine.chunks if c in by_chunk]
+        is_per_chunk = self._runs_per_chunk()
+        for engine in self._binding.engines():
+            if engine.offload is not None:
+                chunks = [chunk for chunk in order if chunk.records[0].engine is engine]
+                engine.offload.check_room_for_all(
+                    chunks, engine.topology, is_at_once=not is_per_chunk
+                )
+        for records in by_chunk.values():
+            for record in records:
+                record.is_spent = True
         if not order and all(p.grad is None for p in self._binding.left_out()):
             return
-        if self._runs_per_chunk():
+        if is_per_chunk:
             self._step_per_chunk(order, by_chunk, factors)
         else:
             self._step_once(order, by_chunk, factors)

@@ -78,6 +78,12 @@ class _Part(NamedTuple):
     """Taken in addition elsewhere."""
     gradient_bytes: int = 0
     """The part that lies in host memory where the others lie on disk."""
+    host_padding_bytes: int = 0
+    """What pages add in host memory, without gradients."""
+    gradient_padding_bytes: int = 0
+    """What they add to gradients."""
+    disk_padding_bytes: int = 0
+    """What sectors add on disk."""
 
 
 class _Cuts(NamedTuple):
@@ -154,7 +160,13 @@ class _Row:
         """Lay out the slices."""
         with_master = [not chunk.writes_working for chunk in chunks]
         working = [
-            _Part(index, chunk.working_bytes, is_update=False)
+            _Part(
+                index,
+                chunk.working_bytes,
+                is_update=False,
+                host_padding_bytes=chunk.host_padding_bytes,
+                disk_padding_bytes=chunk.disk_padding_bytes,
+            )
             for index, chunk in enumerate(chunks)
             if chunk.working_bytes and (with_master[index] or not chunk.update_bytes)
         ]
@@ -165,6 +177,9 @@ class _Row:
                 is_update=True,
                 copy_bytes=chunk.copy_bytes,
                 gradient_bytes=chunk.gradient_bytes,
+                host_padding_bytes=_num_slices(chunk) * chunk.host_padding_bytes,
+                gradient_padding_bytes=chunk.host_padding_bytes,
+                disk_padding_bytes=_num_slices(chunk) * chunk.disk_padding_bytes,
             )
             for index, chunk in enumerate(chunks)
             if chunk.update_bytes
@@ -172,8 +187,17 @@ class _Row:
         self.parts = [*working, *updates]
         self._chunks = chunks
         self._ends = [0, *accumulate(part.size_bytes for part in self.parts)]
-        self._away_ends = [0, *accumulate(p.size_bytes + p.copy_bytes for p in self.parts)]
-        self._gradient_ends = [0, *accumulate(part.gradient_bytes for part in self.parts)]
+        sizes = [(part, part.size_bytes + part.copy_bytes) for part in self.parts]
+        gradients = [(part, part.gradient_bytes) for part in self.parts]
+        self._host_ends = [
+            0,
+            *accumulate(s + p.host_padding_bytes + p.gradient_padding_bytes for p, s in sizes),
+        ]
+        self._disk_ends = [
+            0,
+            *accumulate(s - p.gradient_bytes + p.disk_padding_bytes for p, s in sizes),
+        ]
+        self._gradient_ends = [0, *accumulate(g + p.gradient_padding_bytes for p, g in gradients)]
         self.working_bytes = self._ends[len(working)]
         self._staging = {
             (has_updates_away, uses_disk): bound_staging(
@@ -198,13 +222,12 @@ class _Row:
 
     def host_bytes(self, num_kept: int, num_near: int) -> int:
         """Return what lies in host memory between the cuts, and of what lies on disk."""
-        away, gradients = self._away_ends, self._gradient_ends
-        return away[num_near] - away[num_kept] + gradients[-1] - gradients[num_near]
+        near, gradients = self._host_ends, self._gradient_ends
+        return near[num_near] - near[num_kept] + gradients[-1] - gradients[num_near]
 
     def disk_bytes(self, num_near: int) -> int:
         """Return what lies on disk if all parts from one on have their home there."""
-        away, gradients = self._away_ends, self._gradient_ends
-        return away[-1] - away[num_near] - (gradients[-1] - gradients[num_near])
+        return self._disk_ends[-1] - self._disk_ends[num_near]
 
     def num_near(self, num_kept: int, host_bytes: float) -> int | None:
         """Return how many parts come before the disk if there is one; None: copies do not fit."""
@@ -293,6 +316,11 @@ def _raise_elsewhere(row: _Row, limits: Limits, room_bytes: int) -> tuple[Tier, 
         if row.disk_bytes(num_kept) <= _number(limits.disk_bytes):
             enough_bytes = min(enough_bytes, row.host_bytes(num_kept, num_kept) + copies)
     return Tier.HOST, enough_bytes
+
+
+def _num_slices(chunk: ChunkBytes) -> int:
+    """Return the slices that an update takes, without gradients."""
+    return chunk.num_update_slices + (chunk.writes_working and chunk.working_bytes > 0)
 
 
 def _number(limit_bytes: int | None) -> float:

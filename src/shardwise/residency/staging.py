@@ -88,7 +88,11 @@ def bound_staging(
         # One more than the pipeline holds: a fetch that nothing hides, and the way back, share a
         # moment.
         passing = [
-            c.update_bytes + c.copy_bytes + c.working_bytes - c.gradient_bytes
+            c.update_bytes
+            + c.copy_bytes
+            + c.working_bytes
+            - c.gradient_bytes
+            + c.host_padding_bytes * (c.num_update_slices + 1)
             for c in chunks
             if c.update_bytes
         ]

@@ -63,6 +63,12 @@ class ChunkBytes:
     copy_bytes: int = 0
     """What an update off the accelerator takes in addition: a copy of working parameters that are
     whole on the accelerator and have no master."""
+    num_update_slices: int = 0
+    """Slices of masters, copies and optimizer state."""
+    host_padding_bytes: int = 0
+    """What whole pages add to each slice in host memory, at most."""
+    disk_padding_bytes: int = 0
+    """What whole sectors add to each slice on disk, at most."""
 
     def __post_init__(self) -> None:
         """Refuse negative sizes."""

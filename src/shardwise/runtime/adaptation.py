@@ -28,7 +28,9 @@ from shardwise.runtime.meter import Holding
 from shardwise.runtime.state_slices import MASTER
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    import torch
 
     from shardwise.residency import ChunkBytes, Limits
     from shardwise.runtime.chunk import Chunk
@@ -36,6 +38,8 @@ if TYPE_CHECKING:
     from shardwise.runtime.homes import ChunkShape
     from shardwise.runtime.meter import Meter
     from shardwise.runtime.mover import Mover
+
+    ExpectedState = Mapping[Chunk, Mapping[str, torch.dtype]]
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +55,14 @@ _ORDER = (
 
 
 class Follower(Protocol):
-    """Looks into slices of chunks."""
+    """Adds state to chunks, and looks into slices of chunks."""
 
     def follow(self, chunks: Sequence[Chunk]) -> None:
         """Look anew: the slices of some chunks have moved."""
+
+    def expected_state(self) -> ExpectedState:
+        """Return the slices of state that updates have or will make."""
+        ...
 
 
 class Adaptation:
@@ -70,11 +78,13 @@ class Adaptation:
         self.needs = Needs()
         """What the accelerator holds beside slices, as far as it is known."""
         self.followers: weakref.WeakSet[Follower] = weakref.WeakSet()
-        """Told, as long as they live, which chunks have slices in other places."""
+        """Asked, as long as they live, for the state that they need, and told what has moved."""
         self._mover = mover
         self._pace = Pace(holds_gradients=False)
         self.sizes: list[ChunkBytes] = []
-        """Of all chunks, with the state that there is."""
+        """Of all chunks, with the state that there is and will be."""
+        self._state_bytes: list[int] = []
+        """Of that state, as all ranks have agreed."""
 
     @property
     def has_limit(self) -> bool:
@@ -83,13 +93,14 @@ class Adaptation:
 
     def first_plan(self, shapes: Sequence[ChunkShape]) -> Plan:
         """Return homes for new chunks. Raises ``BudgetError`` where nothing fits."""
-        sizes, needs = [shape.sizes(0) for shape in shapes], self._least_needs(shapes)
+        sizes, needs = self._sizes_of(shapes, [0] * len(shapes)), self._least_needs(shapes)
         return self._make_plan(shapes, sizes, needs)
 
     def adopt(self, plan: Plan) -> None:
         """Take the first plan as what is."""
         self.plan = plan
-        self.sizes = [shape.sizes(0) for shape in plan.shapes]
+        self.sizes = self._sizes_of(plan.shapes, [0] * len(plan.shapes))
+        self._state_bytes = [0] * len(plan.shapes)
         self.needs = self._least_needs(plan.shapes)
 
     def begin(self, engine: Engine) -> None:
@@ -97,20 +108,25 @@ class Adaptation:
         engine.meter.cache_bytes = self.needs.gather_bytes
         self.note_slices(engine)
         engine.meter.reset()
+        engine.meter.begin_step()
 
     def note_slices(self, engine: Engine) -> None:
         """Let the meter know of slices that were made or moved."""
         engine.meter.note_slices(self._mover.tiers.accelerator.allocated_bytes)
 
-    def expect(self, engine: Engine, added_bytes: Mapping[Chunk, int]) -> None:
+    def expect(self, engine: Engine, expected: ExpectedState) -> None:
         """Plan for state that an optimizer is about to add, and move what is in its way.
 
         Raises:
             BudgetError: There is no room, on all ranks alike; nothing was changed.
+
+        Collectives: one all-reduce of a number per chunk and axis, and an agreement on moves.
         """
-        sizes = self._measure_sizes(engine, added_bytes)
+        state_bytes = most(self._own_state_bytes(engine, expected), engine.topology)
+        sizes = self._sizes_with(engine, state_bytes)
         if sizes != self.sizes:
             self._change(engine, sizes, self.needs)
+        self._state_bytes = state_bytes
 
     def before_update(self, engine: Engine) -> None:
         """Plan with what the passes since the last update have taken.
@@ -118,21 +134,32 @@ class Adaptation:
         Raises:
             BudgetError: It does not fit, on all ranks alike; nothing was changed.
 
-        Collectives: one all-reduce of a number per axis, where the accelerator has a limit.
+        Collectives: one all-reduce of a few numbers per axis, where the accelerator has a limit.
         """
         if self.limits.accelerator_bytes is None:
             return
+        self._plan_with_passes(engine)
+        engine.meter.begin_step()  # not where it was refused: the same step would pass then
+
+    def _plan_with_passes(self, engine: Engine) -> None:
+        """Agree on what passes have taken and on state, and change homes where that has grown."""
+        assert self.limits.accelerator_bytes is not None
         known_bytes, meter = self.needs.activation_bytes, engine.meter
         self.note_slices(engine)
         unseen_bytes = meter.unseen_bytes
         engine.whereabouts.note("agreement on memory")
         with explain(engine.whereabouts):
-            lean_bytes, peak_bytes = most(
-                [meter.lean_peak_bytes + unseen_bytes, meter.step_peak_bytes + unseen_bytes],
+            # ranks without a piece of a chunk make no state there: all plan with the most
+            lean_bytes, peak_bytes, *state_bytes = most(
+                [
+                    meter.lean_peak_bytes + unseen_bytes,
+                    meter.step_peak_bytes + unseen_bytes,
+                    *self._own_state_bytes(engine, {}),
+                ],
                 engine.topology,
             )
-        meter.begin_step()
-        needs, sizes = self.needs, self._measure_sizes(engine, {})
+        needs, sizes = self.needs, self._sizes_with(engine, state_bytes)
+        self._state_bytes = state_bytes
         if known_bytes is None or lean_bytes > known_bytes:
             needs = Needs(activation_bytes=lean_bytes)
         if needs is self.needs and sizes == self.sizes:
@@ -146,26 +173,55 @@ class Adaptation:
             )
         self._change(engine, sizes, needs)
 
+    def starter(self, engine: Engine) -> Callable[[], None]:
+        """Return what starts over for an engine as long as it lives."""
+        alive = weakref.ref(engine)
+
+        def start() -> None:
+            target = alive()
+            if target is not None:
+                self.start_over(target)
+
+        return start
+
     def start_over(self, engine: Engine) -> None:
         """Before a pass that trains more than those before: leave as much room as can be.
 
+        Ranks come here at moments of their own: below stage 3 some may have no pass at all.
+
         Raises:
             BudgetError: There is none, on all ranks alike; nothing was changed.
-        """
-        if self.has_limit and self.needs.activation_bytes is not None:
-            needs = self._least_needs(self._shapes_of(engine))
-            self._change(engine, self._measure_sizes(engine, {}), needs)
 
-    def _change(self, engine: Engine, sizes: list[ChunkBytes], needs: Needs) -> None:
-        """Make a plan and carry it out."""
+        Collectives: none.
+        """
+        if not self.has_limit:
+            return
+        own_bytes = self._own_state_bytes(engine, {})
+        state_bytes = [max(pair) for pair in zip(self._state_bytes, own_bytes, strict=True)]
+        needs = self._least_needs(self._shapes_of(engine))
+        error = self._change(
+            engine, self._sizes_with(engine, state_bytes), needs, is_together=False
+        )
+        if error is not None:
+            raise error
+
+    def _change(
+        self, engine: Engine, sizes: list[ChunkBytes], needs: Needs, *, is_together: bool = True
+    ) -> Exception | None:
+        """Make a plan and carry it out; return this rank's error where ranks come here apart."""
         plan = self._make_plan(self._shapes_of(engine), sizes, needs)
         engine.values.settle()
-        self._carry_out(engine, plan)
+        error = self._carry_out(engine, plan)
+        if is_together:
+            raise_together(error, engine.topology)
+        if error is not None:
+            return error
         self.plan, self.sizes, self.needs = plan, sizes, needs
         spare = spare_bytes(sizes, plan.residency, limits=self.limits, needs=needs, pace=self._pace)
         is_measured = needs.activation_bytes is not None
         if engine.residence is not None and self.has_limit:
             engine.residence.gatherer.widen(max(0, spare or 0) if is_measured else 0)
+        return None
 
     def _least_needs(self, shapes: Sequence[ChunkShape]) -> Needs:
         """Return what the accelerator holds beside slices as long as nothing was measured.
@@ -196,7 +252,7 @@ class Adaptation:
             moves=True,
         )
 
-    def _carry_out(self, engine: Engine, plan: Plan) -> None:
+    def _carry_out(self, engine: Engine, plan: Plan) -> Exception | None:
         """Move slices to their new homes, those first that make room for others."""
         ways: dict[Chunk, tuple[TierName, TierName]] = {}
         for chunk in engine.chunks:
@@ -205,6 +261,8 @@ class Adaptation:
                 source = target if slices is None else self._mover.name(slices.home)
                 if source is not target:
                     ways.setdefault(chunk, (source, target))
+        if ways and engine.residence is not None:
+            engine.residence.gatherer.settle()  # slices of this rank may be on their way to others
         moved: list[Chunk] = []
         error: Exception | None = None
         try:
@@ -214,9 +272,10 @@ class Adaptation:
                 self.note_slices(engine)
         except Exception as failure:
             error = failure
-        for follower in list(self.followers):
-            follower.follow(moved)
-        raise_together(error, engine.topology)
+        finally:  # also after an interrupt: what has moved has moved
+            for follower in list(self.followers):
+                follower.follow(moved)
+        return error
 
     def _move(self, chunk: Chunk, plan: Plan, meter: Meter) -> None:
         """Give one chunk the homes of a plan."""
@@ -232,15 +291,29 @@ class Adaptation:
         """Return the shapes of all chunks; some may have become trainable."""
         assert self.plan is not None
         return [
-            replace(shape, is_trainable=shape.is_trainable or chunk.own.is_updated)
+            replace(shape, is_trainable=shape.is_trainable or chunk.is_trainable)
             for chunk, shape in zip(engine.chunks, self.plan.shapes, strict=True)
         ]
 
-    def _measure_sizes(self, engine: Engine, added_bytes: Mapping[Chunk, int]) -> list[ChunkBytes]:
-        """Return the sizes of all chunks with the state that optimizers have and will have."""
-        sizes = []
-        for chunk, shape in zip(engine.chunks, self._shapes_of(engine), strict=True):
-            state = chunk.own.state
-            held_bytes = 0 if state is None else state.num_bytes(leaving_out=MASTER)
-            sizes.append(shape.sizes(held_bytes + added_bytes.get(chunk, 0)))
-        return sizes
+    def _own_state_bytes(self, engine: Engine, expected: ExpectedState) -> list[int]:
+        """Return the bytes of the state of all chunks that optimizers have or will have here."""
+        everything = [expected, *(follower.expected_state() for follower in list(self.followers))]
+        found = []
+        for chunk in engine.chunks:
+            dtypes = {} if chunk.own.state is None else chunk.own.state.dtypes()
+            for state in everything:
+                dtypes |= state.get(chunk, {})
+            dtypes.pop(MASTER, None)
+            found.append(sum(chunk.own.numel * dtype.itemsize for dtype in dtypes.values()))
+        return found
+
+    def _sizes_with(self, engine: Engine, state_bytes: Sequence[int]) -> list[ChunkBytes]:
+        """Return the sizes of all chunks with the state that all ranks plan with."""
+        return self._sizes_of(self._shapes_of(engine), state_bytes)
+
+    def _sizes_of(
+        self, shapes: Sequence[ChunkShape], state_bytes: Sequence[int]
+    ) -> list[ChunkBytes]:
+        """Return the sizes of chunks in the tiers that there are."""
+        pairs = zip(shapes, state_bytes, strict=True)
+        return [shape.sizes(size, tiers=self._mover.tiers) for shape, size in pairs]

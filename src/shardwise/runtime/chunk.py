@@ -115,6 +115,12 @@ class Chunk:
         return f"chunk {self.index} ({self.records[0].name}, ...)"
 
     @property
+    @describing
+    def is_trainable(self) -> bool:
+        """There are updates, or will be as soon as a parameter has a gradient."""
+        return self.own.is_updated or any(r.parameter.requires_grad for r in self.records)
+
+    @property
     def dtype(self) -> torch.dtype:
         """Dtype of the parameters."""
         return self.own.dtype

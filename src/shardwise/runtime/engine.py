@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from shardwise.errors import ConfigurationError
-from shardwise.residency import Segment
 from shardwise.runtime import refusals
 from shardwise.runtime.absent import describing
 from shardwise.runtime.agreement import raise_together
@@ -171,8 +170,10 @@ class Engine:
         if self.residence is not None:
             reducer.on_end = self.residence.gatherer.end_backward
         else:
-            reducer.on_send = partial(_note_backward, self.recorder)
+            reducer.on_send = self.recorder.note_backward
         reducer.on_weighted = partial(_weigh_with_nothing, weakref.ref(self))
+        if self.adaptation is not None:
+            reducer.on_more_trained = self.adaptation.starter(self)
         return reducer
 
     def serve(self, face: object) -> None:
@@ -264,7 +265,6 @@ class Engine:
         """Clear the gradients of some parameters, reduced or not."""
         members = list(records)
         self.reducer.reset()
-        self.meter.begin_step()  # what passes have taken whose gradients are dropped is no need
         if self.residence is not None:
             self.residence.recover()
         for record in members:
@@ -283,6 +283,8 @@ class Engine:
                     record.zero_gradient()
 
         self.forget_factors()
+        if not self.has_gradients:  # another optimizer's may wait for their step
+            self.meter.begin_step()  # what passes took whose gradients are dropped is no need
 
     @describing
     def forget_factors(self) -> None:
@@ -378,11 +380,6 @@ class Engine:
         """Return what the optimizer updates, whole. Collectives: one all-gather."""
         with chunk.own.at_hand(is_changed=False):
             return self.gather(chunk, chunk.own.update_S)
-
-
-def _note_backward(recorder: Recorder, chunk: Chunk) -> None:
-    """Record that a chunk's backward pass is over."""
-    recorder.note((chunk,), Segment.BACKWARD)
 
 
 def _weigh_with_nothing(engine: weakref.ref[Engine]) -> None:

@@ -72,6 +72,15 @@ def read(mask: int, records: Sequence[ManagedParameter], chunks: Sequence[Chunk]
     )
 
 
+def learn(said: PassFacts, chunks: Sequence[Chunk]) -> None:
+    """Note which values backward passes need."""
+    for chunk in chunks:
+        chunk.was_read_in_backward = False
+        # all of it got gradients, and none of these depended on values
+        is_never_read = chunk not in said.read and said.used.issuperset(chunk.records)
+        chunk.is_needed_in_backward = not is_never_read
+
+
 def _chosen(members: Sequence[MemberT], bits: Iterator[int]) -> frozenset[MemberT]:
     """Return those that the next bits name."""
     return frozenset([member for member in members if next(bits)])

@@ -22,7 +22,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 from shardwise.residency import Segment
 from shardwise.runtime.chunk import Presence
-from shardwise.runtime.collectives import Channel, slice_of, start_all_gather
+from shardwise.runtime.collectives import Channel, slice_of, start_all_gather, wait_all
 from shardwise.runtime.divergence import explain
 from shardwise.runtime.meter import Holding
 from shardwise.runtime.pool import has_views
@@ -185,6 +185,20 @@ class Gatherer:
         self._forget(chunk, buffer_C)
         if not has_views(buffer_C):
             self._pool.give(buffer_C)
+
+    def settle(self) -> None:
+        """Return when no chunk is on its way."""
+        for chunk in list(self._present):
+            if chunk.presence is Presence.GATHERING:
+                self._arrive(chunk)
+
+    def close(self) -> None:
+        """Let go of the memory of chunks that are no more: others hold their parameters."""
+        for chunk in list(self._present):
+            wait_all(chunk.pending)  # it is being written to
+            self._forget(chunk, chunk.whole_C)
+            chunk.parameters_C, chunk.pending = None, []
+        self._pool.clear()
 
     def release_all(self) -> None:
         """Release what is not pinned and return the memory of buffers that wait for reuse."""

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from shardwise.runtime.mover import Mover
+    from shardwise.tiers import Tier, Tiers
 
 _ASSUMED_STATE = 2
 """Slices of optimizer state in float32: Adam's. A fraction of bytes depends little on it."""
@@ -41,23 +42,42 @@ class ChunkShape:
         """Size of the whole chunk."""
         return self.whole_numel * self.param_dtype.itemsize
 
-    def sizes(self, optimizer_bytes: int | None = None) -> ChunkBytes:
+    def sizes(
+        self, optimizer_bytes: int | None = None, *, tiers: Tiers | None = None
+    ) -> ChunkBytes:
         """Return the bytes on one rank; a frozen chunk has no update.
 
         Args:
             optimizer_bytes: Of the optimizer's state; None assumes Adam's.
+            tiers: Where slices may rest, which may be in whole pages; None counts elements.
         """
         itemsize = self.param_dtype.itemsize
         updated = self.slice_numel if self.is_trainable else 0
         if optimizer_bytes is None:
             optimizer_bytes = 4 * updated * _ASSUMED_STATE
+        copy_bytes = 0 if self.has_master or self.is_sliced else updated * itemsize
+        state_bytes = max(1, self.slice_numel * (4 if self.has_master else itemsize))
+        num_slices = -(-optimizer_bytes // state_bytes)
         return ChunkBytes(
             whole_bytes=self.whole_bytes if self.is_sliced else 0,
             working_bytes=self.slice_numel * itemsize if self.is_sliced else 0,
             master_bytes=4 * updated if self.has_master else 0,
             optimizer_bytes=optimizer_bytes,
             gradient_bytes=updated * self.reduce_dtype.itemsize,
-            copy_bytes=0 if self.has_master or self.is_sliced else updated * itemsize,
+            copy_bytes=copy_bytes,
+            num_update_slices=num_slices + (bool(updated) and (self.has_master or copy_bytes > 0)),
+            host_padding_bytes=self._padding_bytes(None if tiers is None else tiers.host),
+            disk_padding_bytes=self._padding_bytes(None if tiers is None else tiers.disk),
+        )
+
+    def _padding_bytes(self, tier: Tier | None) -> int:
+        """Return the most that a tier adds to one slice."""
+        if tier is None:
+            return 0
+        dtypes = (torch.float32, self.param_dtype, self.reduce_dtype)
+        return max(
+            tier.footprint_bytes(self.slice_numel, dtype) - self.slice_numel * dtype.itemsize
+            for dtype in dtypes
         )
 
 

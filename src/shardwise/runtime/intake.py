@@ -6,10 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.runtime.absent import describing
 from shardwise.runtime.meter import Holding
 from shardwise.runtime.placeholder import ShardedGradient
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from shardwise.runtime.managed import ManagedParameter
     from shardwise.runtime.reduction import Reduction
 
@@ -50,6 +53,13 @@ class GradientIntake:
         if grad is not None and factor != 1.0:
             record.parameter.grad = grad * factor
         record.note_accumulated()
+
+    @describing
+    def drop(self, records: Iterable[ManagedParameter]) -> None:
+        """Forget gradients that some rank has removed, or assigned others over."""
+        for record in records:
+            record.drop_gradient()
+            record.parameter.grad = None
 
     def absorb(self, record: ManagedParameter) -> None:
         """Move ``parameter.grad`` (and what no_sync kept) into the chunk's buffer."""

@@ -87,9 +87,10 @@ class Meter:
         return max(0, torch.accelerator.max_memory_allocated(self._device) - seen)
 
     def reset(self) -> None:
-        """Let all high-water marks fall to what is held now."""
-        self._peak_bytes = 0
-        self.begin_step()
+        """Let the high-water mark of reports fall to what is held now; those of a step stay."""
+        with self._lock:
+            self._peak_bytes = 0
+            self._note_peaks()
 
     def begin_step(self) -> None:
         """Let the high-water marks of a step fall to what is held now; the allocator's go along."""

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.homes import ChunkShape
     from shardwise.runtime.topology import Topology
 
@@ -103,6 +104,36 @@ class Offload:
             return self.adaptation.has_limit
         assert isinstance(self._choice, StaticOffload)
         return self._choice.parameters > 0
+
+    def check_room_for_all(
+        self, chunks: Sequence[Chunk], topology: Topology, *, is_at_once: bool
+    ) -> None:
+        """Before a step that brings all state to hand at once: refuse what host memory cannot hold.
+
+        Raises:
+            BudgetError: On all ranks, if it does not fit on one; nothing was changed.
+
+        Collectives: an agreement, where state may rest on disk and host memory has a limit.
+        """
+        limits = Limits() if self.adaptation is None else self.adaptation.limits
+        if limits.host_bytes is None or limits.disk_bytes == 0:
+            return
+        self.mover.settle()
+        host, far_bytes = self.mover.tiers.host, sum(chunk.own.far_bytes for chunk in chunks)
+        need_bytes = host.allocated_bytes + far_bytes
+        error = None
+        if is_at_once and far_bytes and need_bytes > limits.host_bytes:
+            error = BudgetError(
+                mismatch(
+                    "the host tier",
+                    expected=f"at least {need_bytes} bytes",
+                    got=f"a limit of {limits.host_bytes} bytes",
+                    where="an optimizer with step hooks, or one that is not torch's own, is "
+                    "stepped with all its state at hand",
+                    fix=f"raise Budget.host to {need_bytes} bytes",
+                )
+            )
+        raise_together(error, topology)
 
     def close(self) -> None:
         """Give all memory and the file back; idempotent."""

@@ -170,6 +170,11 @@ class OwnSlices:
             self.working.forget_reads()
 
     @property
+    def far_bytes(self) -> int:
+        """Host memory that it takes to bring everything to hand."""
+        return sum(s.far_bytes for s in (self.working, self.state) if s is not None)
+
+    @property
     def is_update_at_hand(self) -> bool:
         """True while ``update_S`` may be touched."""
         resting = self.state if self.has_master else self.working

@@ -32,6 +32,10 @@ class Recorder:
         activation_bytes = self._meter.held[Holding.ACTIVATIONS]
         self._moments += [Moment(chunk.index, segment, activation_bytes) for chunk in chunks]
 
+    def note_backward(self, chunk: Chunk) -> None:
+        """Record that a chunk's backward pass is over."""
+        self.note((chunk,), Segment.BACKWARD)
+
     def end_step(self, sizes: Iterable[ChunkBytes]) -> None:
         """Take what was recorded as a step."""
         moments, self._moments = self._moments, []

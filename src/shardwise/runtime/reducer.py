@@ -28,6 +28,7 @@ from shardwise.runtime.collectives import is_pairwise
 from shardwise.runtime.divergence import explain
 from shardwise.runtime.gradient_hooks import GradientHooks
 from shardwise.runtime.intake import GradientIntake
+from shardwise.runtime.lockstep import Lockstep
 from shardwise.runtime.placeholder import ShardedGradient
 from shardwise.runtime.worker import Executor, LaggedExecutor, ThreadExecutor
 
@@ -78,6 +79,8 @@ class GradientReducer:
         """Gradients of this step are sums that weights will divide."""
         self.on_weighted: Callable[[], None] = lambda: None
         """Called when a pass that some rank has weighted is completed here."""
+        self.on_more_trained: Callable[[], None] = lambda: None
+        """Called before parameters of chunks are watched that were frozen until now."""
         self.on_end: Callable[[], None] = lambda: None
         """Called at the end of every backward pass, reduced or not."""
         self.on_send: Callable[[Chunk], None] = lambda chunk: None
@@ -93,21 +96,22 @@ class GradientReducer:
         device = topology.device
         axis = topology.shard if topology.shard.group is not None else topology.replicate
         threaded = axis.group is not None and is_pairwise(axis, device)
-        self._executor: Executor = LaggedExecutor()
-        if reduction.pool.is_frugal:
-            self._executor = LaggedExecutor(lag=1)
-        elif threaded:
+        is_frugal = reduction.pool.is_frugal
+        self._executor: Executor = LaggedExecutor(lag=1 if is_frugal else 2)
+        if threaded and not is_frugal:
             self._executor = ThreadExecutor()
+        self._lockstep = Lockstep(topology, whereabouts, is_on=threaded and is_frugal)
         self._hooks = GradientHooks(self._before, self._after)
         self.watch()
 
-    def watch(self) -> bool:
-        """Hook parameters that became trainable, or lost their hooks; return whether any had."""
+    def watch(self) -> None:
+        """Hook parameters that became trainable, or lost their hooks."""
+        if any(not chunk.own.is_updated and chunk.is_trainable for chunk in self.chunks):
+            self.on_more_trained()
         fresh = self._hooks.watch(self.records)
         for record in fresh:
             if record.parameter.dtype is torch.float16 and self.bare_backward_refusal is None:
                 self.bare_backward_refusal = UNSCALED
-        return bool(fresh)
 
     def forget(self, record: ManagedParameter) -> None:
         """Hook a parameter anew before the next backward pass."""
@@ -181,7 +185,13 @@ class GradientReducer:
 
     @describing
     def _open(self) -> None:
-        """Start counting for a new backward pass."""
+        """Start counting for a new backward pass; all ranks where they wait inside of it."""
+        self._lockstep.begin()
+        self._count()
+
+    @describing
+    def _count(self) -> None:
+        """Start counting."""
         self._phase = Phase.OPEN
         self._next = 0
         self.drop_removed()
@@ -237,7 +247,15 @@ class GradientReducer:
         """
         if self._phase is Phase.IDLE:
             self._open()
+        self._finish()
+
+    def _finish(self) -> None:
+        """Complete what was opened."""
         self._absorb_local()
+        if self._lockstep.is_on:
+            for chunk in self._order:  # others may wait for it
+                if not chunk.is_sent:
+                    self._send(chunk)
         self._complete(self._agree(is_finishing=True))
 
     def settle(self) -> None:
@@ -247,21 +265,17 @@ class GradientReducer:
         Collectives: an agreement; those of ``finish`` where some rank has gradients left.
         """
         self._refuse_if_broken()
+        self.watch()  # also on a rank that had no pass
         if self._has_local_gradients():
             self.finish()
+        while self._lockstep.must_join():
+            self._count()
+            self._finish()
         while (verdict := self._agree(is_finishing=False)).is_finishing:
             self._complete(verdict)
         self._whereabouts.step += 1
         if verdict.mask:
-            self._drop(verdict.mask)
-
-    @describing
-    def _drop(self, mask: int) -> None:
-        """Forget gradients that some rank has removed."""
-        for record in self.records:
-            if mask >> record.index & 1:
-                record.drop_gradient()
-                record.parameter.grad = None
+            self._intake.drop(r for r in self.records if verdict.mask >> r.index & 1)
 
     @describing
     def _has_local_gradients(self) -> bool:
@@ -322,13 +336,13 @@ class GradientReducer:
     def _complete(self, verdict: Verdict) -> None:
         """Send what is left of an agreed backward pass, wait, and mark what is held."""
         if self._phase is Phase.IDLE:
-            self._open()
+            self._count()
         said = facts.read(verdict.mask, self.records, self.chunks)
         is_mixed = said.is_weighted and said.is_unweighted
         if said.is_weighted and not is_mixed:
             self.on_weighted()
-        self._learn(said)
-        self._replace(said.replaced)
+        facts.learn(said, self.chunks)
+        self._intake.drop(r for r in said.replaced if not r.is_replaced and not r.chunk.is_sent)
         # first what some rank has sent eagerly, in that order
         rest = [chunk for chunk in self.chunks if chunk not in self._order]
         for chunk in [*self._order, *rest]:
@@ -347,21 +361,6 @@ class GradientReducer:
             for record in self.records:
                 record.is_expected = record in said.used
         self._close()
-
-    def _learn(self, said: facts.PassFacts) -> None:
-        """Note which values backward passes need."""
-        for chunk in self.chunks:
-            chunk.was_read_in_backward = False
-            # all of it got gradients, and none of these depended on values
-            is_never_read = chunk not in said.read and said.used.issuperset(chunk.records)
-            chunk.is_needed_in_backward = not is_never_read
-
-    def _replace(self, records: frozenset[ManagedParameter]) -> None:
-        """Drop what users of other ranks have assigned gradients over."""
-        for record in records:
-            if not record.is_replaced and not record.chunk.is_sent:
-                record.drop_gradient()
-                record.parameter.grad = None
 
     def _send_late(self, late: frozenset[ManagedParameter]) -> None:
         """Reduce the chunks of late gradients once more, with those alone."""

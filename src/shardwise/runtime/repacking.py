@@ -40,13 +40,17 @@ def repack(engine: Engine, atoms: Mapping[nn.Parameter, int]) -> None:
         if chunk.own.has_exact_master:
             master_C = engine.gather_update(chunk)
             masters |= {record: record.view_in(master_C).clone() for record in chunk.records}
-    before, reducer = engine.chunks, engine.reducer
+    before, reducer, residence = engine.chunks, engine.reducer, engine.residence
     by_record = {r: atoms[r.parameter] for r in engine.records if r.parameter in atoms}
     read = read_parameter if engine.residence is None else engine.residence.read
     engine.pack(by_record, read, is_repacking=True)
     reducer.close()
+    if residence is not None:
+        residence.gatherer.close()
     for chunk in before:
         chunk.own.close()
+    if engine.adaptation is not None:
+        engine.adaptation.begin(engine)  # without what was there before
     with torch.no_grad():
         for record, master in masters.items():
             engine.values.write_master(record, master)

@@ -49,9 +49,7 @@ class RootHooks:
         with_grad = torch.is_grad_enabled()
         if with_grad:
             engine.refuse_stale_forward()
-            is_more_trained = engine.reducer.watch()
-            if is_more_trained and engine.adaptation is not None:
-                engine.adaptation.start_over(engine)
+            engine.reducer.watch()
             if engine.residence is None:
                 engine.recorder.note(engine.chunks, Segment.FORWARD)
         if engine.values.are_in_flight and (not with_grad or _is_compiled(module)):

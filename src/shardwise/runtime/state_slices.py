@@ -96,13 +96,9 @@ class StateSlices:
         """Where operators see the slices."""
         return (self._home if self.is_in_memory else self._mover.tiers.host).device
 
-    def num_bytes(self, *, leaving_out: str) -> int:
-        """Return the bytes of all slices but one, wherever they are."""
-        return sum(
-            self._numel * entry.home.dtype.itemsize
-            for name, entry in self._slices.items()
-            if name != leaving_out
-        )
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Return what there is by name, wherever it is."""
+        return {name: entry.home.dtype for name, entry in self._slices.items()}
 
     @property
     def is_at_hand(self) -> bool:
@@ -148,6 +144,15 @@ class StateSlices:
         assert not self._depth
         self._settle()
         _free(entry)
+
+    @property
+    def far_bytes(self) -> int:
+        """Host memory that it takes to bring everything to hand."""
+        if self.is_in_memory:
+            return 0
+        host = self._mover.tiers.host
+        far = [entry.home for entry in self._slices.values() if entry.near is None]
+        return sum(host.footprint_bytes(home.numel, home.dtype) for home in far)
 
     def prefetch(self) -> None:
         """Start to bring the slices to hand."""
