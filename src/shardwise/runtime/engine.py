@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -190,6 +190,7 @@ class Engine:
         self._num_faces -= 1
         if self._num_faces:
             return
+        self._receive_the_last()
         self.reducer.close()
         if self.offload is not None:
             self.offload.close()
@@ -198,6 +199,13 @@ class Engine:
                 record.parameter.grad = None
             if not self.options.knows_model and record_of(record.parameter) is record:
                 delattr(record.parameter, ATTRIBUTE)
+
+    def _receive_the_last(self) -> None:
+        """Wait for messages on their way; after one for memory that is gone gloo reads no more."""
+        with suppress(RuntimeError):  # of a peer that is gone: nothing is to come from it
+            self.values.settle()
+            if self.residence is not None:
+                self.residence.gatherer.settle()
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         """A copied module is a plain module; at stage 3 its parameters refuse to be copied."""
