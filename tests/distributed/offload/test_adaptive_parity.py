@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -25,7 +27,7 @@ from tests.kit.sharded import (
 pytestmark = pytest.mark.timeout(300)
 """Each test looks for the smallest budgets first, which takes several short runs."""
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 SMALL_CHUNKS = {"chunk_bytes": 6_000}
 
 
@@ -62,6 +64,25 @@ def test_twenty_steps_are_bit_equal_in_every_tier(stage, tmp_path, monkeypatch) 
         )
         for budget in budgets(setting, fused_adamw, tmp_path, kinds[number]):
             assert_like_one_process(CASES["gpt"], fused_adamw, with_budget(setting, **budget))
+
+
+@pytest.mark.world_size(2, timeout_s=280)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_every_precision_and_accumulation_is_bit_equal(stage, tmp_path, monkeypatch) -> None:
+    use_hostile_tiers(monkeypatch, seed=stage)
+    precisions = [(None, None), (BF16, None), (FP16, FP32)]
+    accumulations = itertools.cycle([(1, False), (3, True)][:: 1 if stage % 2 else -1])
+    for (param, reduce), (count, no_sync) in zip(precisions, accumulations, strict=False):
+        setting = Setting(
+            stage=stage,
+            param_dtype=param,
+            reduce_dtype=reduce,
+            num_micro_batches=count,
+            no_sync=no_sync,
+            options=SMALL_CHUNKS,
+        )
+        for budget in budgets(setting, adamw, tmp_path, "least-disk part"):
+            assert_like_one_process(CASES["gpt"], adamw, with_budget(setting, **budget))
 
 
 @pytest.mark.world_size(2, timeout_s=280)
