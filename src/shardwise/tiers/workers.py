@@ -69,7 +69,8 @@ class WorkerScheduler:
             self._is_closed = True
             self._changed.wait_for(lambda: not self._num_blockers)
         for pool in (self._memory, self._reads, self._writes):
-            pool.shutdown()
+            # no join: the collector may call this from a thread that holds locks of ``threading``
+            pool.shutdown(wait=False)
 
     def _start(self, transfer: Transfer) -> None:
         """Hand a copy without blockers to its lane; one that only queues device work runs here."""
