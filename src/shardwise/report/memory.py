@@ -61,7 +61,7 @@ class MemoryReport:
     """What was held when the accelerator held the most: bytes of "resident" parameters and buffers,
     "slices", "gathered" chunks, "buffers" of gradients, "activations"."""
     homes: Mapping[str, int]
-    """Bytes of slices that have their home in each tier."""
+    """Bytes of parameters, gradients and state in each tier now, without activations."""
     moments: tuple[MomentUse, ...]
     """The last step, in order; empty before it has ended, and where nothing is recorded."""
 

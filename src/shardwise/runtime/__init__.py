@@ -10,6 +10,9 @@ Read in the order topology, collectives, chunk, reducer, gatherer, engine.
   autograd's hooks to reduced slices.
 - ``absent``, ``values``, ``publisher``: parameters without values, and what brings them.
 - ``units``, ``gatherer``, ``uses``, ``handles``, ``whole_state``, ``residence``: stage 3.
+- ``own_slices``, ``state_slices``, ``mover``, ``homes``, ``offload``: slices in other tiers.
+- ``meter``, ``activations``, ``recorder``, ``limits``, ``adaptation``, ``lockstep``: what a step
+  takes, and homes that follow it within budgets.
 - ``norms``, ``loss_scaling``, ``containers``: numbers and values beside them.
-- ``engine``, ``root``: the parts put together, and the calls of the model around them.
+- ``engine``, ``root``, ``repacking``: the parts put together, and the calls around them.
 """

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from shardwise.runtime.handles import modified
+from shardwise.runtime.handles import restore, save
 from shardwise.runtime.managed import local_part
 from shardwise.runtime.meter import Holding
 
@@ -32,7 +32,7 @@ class SavedTensorWatch:
         if not autograd._saved_tensors_hooks_is_enabled():
             return  # function transforms forbid hooks
         if autograd._top_saved_tensors_default_hooks(True) is None:
-            self._active = saved_tensors_hooks(self._pack, _unpack)
+            self._active = saved_tensors_hooks(self._pack, restore)
             self._active.__enter__()
 
     def end(self) -> None:
@@ -44,13 +44,4 @@ class SavedTensorWatch:
     def _pack(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Count a tensor and save it."""
         self._meter.watch_new(local_part(tensor), Holding.ACTIVATIONS)
-        # detached: a saved output would otherwise hold the graph that holds it
-        return tensor.detach(), tensor._version
-
-
-def _unpack(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
-    """Return the tensor that was saved."""
-    tensor, version = saved
-    if tensor._version != version:  # torch does not check what went through hooks
-        raise modified(tensor, version)
-    return tensor
+        return save(tensor)

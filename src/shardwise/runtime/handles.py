@@ -74,16 +74,12 @@ class SavedViews:
         if chunk is not None:
             return ChunkHandle(chunk, view, tensor._spec if is_distributed else None)
         self._meter.watch_new(view, Holding.ACTIVATIONS)
-        # detached: a saved output would otherwise hold the graph that holds it
-        return tensor.detach(), tensor._version
+        return save(tensor)
 
     def _unpack(self, saved: tuple[torch.Tensor, int] | ChunkHandle) -> torch.Tensor:
         """Return the tensor that was saved."""
         if not isinstance(saved, ChunkHandle):
-            tensor, version = saved
-            if tensor._version != version:  # torch does not check what went through hooks
-                raise modified(tensor, version)
-            return tensor
+            return restore(saved)
         chunk = saved.chunk
         if chunk.num_updates != saved.update:
             raise ShardwiseError(
@@ -116,7 +112,21 @@ class _OuterHooks:
         return self._outer(tensor.detach() if is_own else tensor)
 
 
-def modified(tensor: torch.Tensor, version: int) -> RuntimeError:
+def save(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """Return what a hook saves of a tensor that is saved as it is."""
+    # detached: a saved output would otherwise hold the graph that holds it
+    return tensor.detach(), tensor._version
+
+
+def restore(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """Return a tensor that ``save`` has saved; torch does not check what went through hooks."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise _modified(tensor, version)
+    return tensor
+
+
+def _modified(tensor: torch.Tensor, version: int) -> RuntimeError:
     """Return the error that torch raises for an activation written to after it was saved."""
     return RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "
