@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -46,6 +45,7 @@ class PendingSave:
         Raises:
             CheckpointError: It could not be; nothing was changed.
         """
+        _unfinished.discard(self)
         self._future.result()
 
 
@@ -103,8 +103,8 @@ class Background:
         pending.wait()
 
 
-_unfinished: weakref.WeakSet[PendingSave] = weakref.WeakSet()
-"""Saves that were started; the last of a run is nobody's to wait for."""
+_unfinished: set[PendingSave] = set()
+"""Saves that nobody has waited for, also of models that are gone: the last of a run is one."""
 
 
 def _finish_at_exit() -> None:

@@ -46,18 +46,27 @@ def test_weights_are_not_exported_as_integers(tmp_path) -> None:
 
 _LAST_SAVE = """
 import sys, torch, shardwise as sw
-model = sw.shard(torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)]))
-optimizer = sw.ShardedOptimizer(torch.optim.AdamW(model.parameters()))
-optimizer.backward(model(torch.ones(1, 512)).sum())
-optimizer.step()
-pending = sw.save(sys.argv[1], model, optimizer, async_=True)
+
+def main():
+    model = sw.shard(torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(8)]))
+    optimizer = sw.ShardedOptimizer(torch.optim.AdamW(model.parameters()))
+    optimizer.backward(model(torch.ones(1, 512)).sum())
+    optimizer.step()
+    return sw.save(sys.argv[1], model, optimizer, async_=True), model, optimizer
+
+if sys.argv[2] == "kept":
+    kept = main()
+else:
+    main()
+    import gc; gc.collect(); gc.collect()
 """
 
 
-def test_the_last_asynchronous_save_of_a_run_is_not_lost(tmp_path) -> None:
+@pytest.mark.parametrize("model", ["kept", "gone"])
+def test_the_last_asynchronous_save_of_a_run_is_not_lost(tmp_path, model) -> None:
     path = tmp_path / "last"
     ended = subprocess.run(
-        [sys.executable, "-c", _LAST_SAVE, str(path)],
+        [sys.executable, "-c", _LAST_SAVE, str(path), model],
         capture_output=True,
         text=True,
         check=False,
