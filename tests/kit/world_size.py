@@ -220,15 +220,18 @@ def _read(path: Path) -> str:
 
 def _rank_main(rank: int, job: _Job, sender: Connection) -> None:
     """Be one rank: run the test inside a process group and send its outcome, None for a pass."""
-    outcome = None
+    outcome, has_passed = None, False
     try:
         with _rank_environment(rank, job):
             _resolve(job.module, job.qualname)(**job.arguments)
+            has_passed = True
+            sender.send(None)  # before it meets the others, who may hang
     except pytest.skip.Exception as skipped:
         outcome = _Outcome(rank=rank, kind=_Kind.SKIPPED, text=str(skipped))
     except BaseException:  # whatever it is, it is this rank's outcome
         outcome = _Outcome(rank=rank, kind=_Kind.FAILED, text=traceback.format_exc())
-    sender.send(outcome)
+    if not has_passed:
+        sender.send(outcome)
 
 
 @contextlib.contextmanager
@@ -262,6 +265,8 @@ def _rank_environment(rank: int, job: _Job) -> Generator[None]:
         offload_everything()
     dist.barrier()  # a rank that ends at once must not leave others half connected
     yield
+    with contextlib.suppress(RuntimeError):  # of a rank that has failed, which says so itself
+        dist.barrier()  # what this rank has sent last may still be on its way
     dist.destroy_process_group()
 
 
