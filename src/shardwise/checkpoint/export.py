@@ -208,6 +208,7 @@ def _write_file(file: Path, parts: Iterable[bytes | memoryview]) -> None:
     try:
         for part in parts:
             stream.write(part)
+            del part  # or it would be held while the next is made
         stream.close()
     finally:
         stream.release()

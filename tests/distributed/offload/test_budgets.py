@@ -101,6 +101,22 @@ def test_more_budget_keeps_more_on_the_accelerator() -> None:
     assert tiers_of(model).host.allocated_bytes == 0
 
 
+@pytest.mark.world_size(2)
+def test_room_to_spare_keeps_chunks_from_forward_to_backward() -> None:
+    """What is left beside all slices saves gathers, one a chunk and step at last."""
+    num_gathers = []
+    for chunks in (0, 80):
+        budget = sw.Budget(accelerator=smallest() + chunks * CHUNK_BYTES)
+        model, optimizer = build(budget=budget)
+        train(model, optimizer, steps=2)
+        gatherer = model._shardwise.residence.gatherer
+        before = gatherer.num_gathers
+        train(model, optimizer)
+        num_gathers.append(gatherer.num_gathers - before)
+    assert num_gathers[0] > DEPTH
+    assert num_gathers[1] == DEPTH
+
+
 @pytest.mark.world_size(2, 3)
 def test_ranks_keep_the_least_of_their_budgets() -> None:
     """What ranks may hold differs; where slices lie must not."""
