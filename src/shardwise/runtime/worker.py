@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 from typing import Protocol
 
@@ -28,7 +29,10 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of what waits for jobs; a later job takes it up again."""
+        """Let the jobs that there are run, and let go of what waits for more.
+
+        A later job takes it up again.
+        """
         ...
 
 
@@ -55,7 +59,9 @@ class LaggedExecutor:
             self._pending.clear()
 
     def close(self) -> None:
-        """Do nothing: between calls nothing runs."""
+        """Run what a failed pass has left: messages on their way must still be received."""
+        with suppress(RuntimeError):  # of a peer that is gone
+            self.drain()
 
 
 class ThreadExecutor:
