@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import math
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
+import shardwise as sw
 from shardwise.cli.train.settings import load
 from tests.cli.command import PLAIN, TIMEOUT_S, TINY, TORCHRUN, run, start
 from tests.cli.text import make_text
@@ -57,11 +60,12 @@ def test_a_toml_file_sets_a_run_and_options_override_it(tmp_path):
     assert len(events(out, "step")) == 3
 
 
-@pytest.mark.parametrize("ranks", [(), ("--ranks", "2")], ids=["plain", "ranks"])
-def test_ctrl_c_finishes_the_step_reports_and_exits_130(tmp_path, ranks):
+def train_on(tmp_path, *ranks):
+    """Start to train, and return when it does."""
     text, out = make_text(tmp_path), tmp_path / "out"
     options = ("--data", str(text), "--out", str(out), "--steps", "100000")
-    process = start([*PLAIN, "train", *ranks, *TINY, *options])
+    save = ("--checkpoint-dir", str(tmp_path / "checkpoints"))
+    process = start([*PLAIN, "train", *ranks, *TINY, *options, *save])
     try:
         deadline_s = time.monotonic() + TIMEOUT_S
         metrics = out / "metrics.jsonl"
@@ -69,17 +73,45 @@ def test_ctrl_c_finishes_the_step_reports_and_exits_130(tmp_path, ranks):
             assert process.poll() is None, process.communicate()
             assert time.monotonic() < deadline_s
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+    except BaseException:
+        process.kill()
+        raise
+    return process, out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("ranks", [(), ("--ranks", "2")], ids=["plain", "ranks"])
+def test_a_signal_finishes_the_step_saves_and_reports(tmp_path, ranks, number):
+    process, out = train_on(tmp_path, *ranks)
+    try:
+        process.send_signal(number)
         output, errors = process.communicate(timeout=TIMEOUT_S)
     finally:
         process.kill()
-    assert process.returncode == 130, errors
+    assert process.returncode == 128 + number, errors
     assert "Traceback" not in output + errors
-    assert "stopped by Ctrl-C" in output
+    assert f"stopped by {'Ctrl-C' if number == signal.SIGINT else 'SIGTERM'}" in output
     assert "closed form" in output
     summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     assert summary["is_interrupted"] is True
     assert summary["num_steps"] == len(events(out, "step"))
+    newest = sw.latest(tmp_path / "checkpoints")
+    assert newest is not None
+    assert newest.name == f"step-{summary['num_steps']}"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nobody tells a process")
+def test_ranks_end_with_a_launcher_that_was_killed(tmp_path):
+    process, _ = train_on(tmp_path, "--ranks", "2")
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="utf-8")
+    ranks = [Path("/proc", child) for child in children.split()]
+    assert len(ranks) >= 2
+    process.kill()
+    process.communicate()
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while any(rank.exists() for rank in ranks):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
 
 
 def test_bad_input_is_refused_once_before_any_rank_starts(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from dataclasses import replace
 
 import pytest
@@ -102,7 +103,7 @@ def test_a_difference_is_found_on_all_ranks(tmp_path, world_size):
 def test_one_rank_asked_to_stop_stops_all(tmp_path, world_size):
     config, feed = set_up(tmp_path, world_size)
     ranks, stop = Ranks.from_environment(), StopRequest()
-    stop.is_requested = ranks.rank == 1
+    stop.signal = signal.SIGTERM if ranks.rank == 1 else 0
     comparison = parity.comparisons(config, CPU)[0]
     assert parity.compare(comparison, feed, ranks=ranks, stop=stop) is None
 

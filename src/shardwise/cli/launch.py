@@ -16,7 +16,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from shardwise.cli.train.interrupt import EXIT_CODE
+from shardwise.cli.train.interrupt import LAUNCHER, exit_code
 from shardwise.cli.train.ranks import num_cores
 
 if TYPE_CHECKING:
@@ -28,18 +28,19 @@ _LAUNCHER_LOGGERS: Final = (
 )
 
 SHUTDOWN_S: Final = 120
-"""How long the ranks may take to finish a step and report after Ctrl-C."""
+"""How long the ranks may take to finish a step, save and report when asked to stop."""
 
 
 def launch(arguments: Sequence[str], *, num_ranks: int) -> int:
     """Run ``python -m shardwise.cli`` with these arguments once per rank, and wait.
 
     Returns:
-        0, the exit code of the first rank that failed, or 130 after Ctrl-C.
+        0, the exit code of the first rank that failed, 130 after Ctrl-C, or 143 after SIGTERM.
     """
     for name in _LAUNCHER_LOGGERS:  # they announce every signal and exit code that we return
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
+    os.environ[LAUNCHER] = str(os.getpid())
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -53,8 +54,8 @@ def launch(arguments: Sequence[str], *, num_ranks: int) -> int:
     )
     try:
         elastic_launch(config, sys.executable)("-m", "shardwise.cli", *arguments)
-    except SignalException:
-        return EXIT_CODE
+    except SignalException as error:
+        return exit_code(error.sigval)
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode < 0:  # it could not speak for itself

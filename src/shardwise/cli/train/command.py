@@ -6,6 +6,8 @@ that all ranks run; only the first rank speaks.
 
 from __future__ import annotations
 
+import signal
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,7 +27,12 @@ from shardwise.cli.train.engine import (
     settle_precision,
 )
 from shardwise.cli.train.feed import Feed
-from shardwise.cli.train.interrupt import EXIT_CODE, StopRequest
+from shardwise.cli.train.interrupt import (
+    StopRequest,
+    end_with_launcher,
+    exit_code,
+    name_of,
+)
 from shardwise.cli.train.journal import Journal
 from shardwise.cli.train.loop import History, train
 from shardwise.cli.train.metrics import METRICS_NAME, MetricsFile
@@ -36,7 +43,7 @@ from shardwise.cli.train.ranks import Ranks, check_device
 from shardwise.cli.train.sample import Sample, write_sample
 from shardwise.cli.train.settings import to_toml
 from shardwise.cli.train.table import CATEGORIES, ELSEWHERE, MemoryRow, memory_rows, memory_table
-from shardwise.errors import ConfigurationError
+from shardwise.errors import BudgetError, CheckpointError, ConfigurationError
 from shardwise.options import AdaptiveOffload
 from shardwise.report import closed_form
 
@@ -62,24 +69,41 @@ def run(config: TrainConfig) -> int:
     """Train as configured; collective, on all ranks.
 
     Returns:
-        The exit code, the same on all ranks: 0, 1 where parity does not hold, 130 after Ctrl-C.
+        The exit code, the same on all ranks: 0, 1 where parity does not hold, 130 after Ctrl-C,
+        143 after SIGTERM.
 
     Raises:
         ConfigurationError: Something that cannot work, found before anything started.
     """
     with StopRequest() as stop:
+        end_with_launcher()
         prepared = _prepare(config, stop)
-        parity = _prove(prepared)
-        if parity is None:
-            prepared.console.print("Stopped during the parity check; nothing was trained.")
-            code = EXIT_CODE
-        elif all(result.has_passed for result in parity):
-            code = _train(prepared, parity)
-        else:
-            prepared.console.print("Sharded training differs from one plain process; not training.")
-            code = 1
-        prepared.ranks.leave()
+        try:
+            code = _run(prepared)
+            prepared.ranks.leave()
+        except RuntimeError as error:
+            is_refusal = isinstance(error, (BudgetError, CheckpointError, ConfigurationError))
+            if is_refusal or stop.signal != signal.SIGTERM:
+                raise
+            # sent because a rank is gone, more often than not: no step ends without it
+            sys.stderr.write(
+                f"shardwise train: rank {prepared.ranks.rank} ended by SIGTERM in a step that it "
+                f"could not finish: {str(error).splitlines()[0]}\n"
+            )
+            code = exit_code(stop.signal)
         return code
+
+
+def _run(run: Run) -> int:
+    """Prove parity, then train; returns the exit code."""
+    parity = _prove(run)
+    if parity is None:
+        run.console.print("Stopped during the parity check; nothing was trained.")
+        return exit_code(run.stop.signal)
+    if not all(result.has_passed for result in parity):
+        run.console.print("Sharded training differs from one plain process; not training.")
+        return 1
+    return _train(run, parity)
 
 
 def load_text(config: TrainConfig) -> Corpus:
@@ -181,10 +205,10 @@ def _train(run: Run, parity: list[ParityResult]) -> int:
         tiers=_tiers(run, learner),
         peak_bytes=_peaks(run),
         parity=parity,
-        sample=None if history.is_interrupted else _sample(run, learner),
+        sample=None if history.stop_signal else _sample(run, learner),
     )
     _report(run, summary)
-    return EXIT_CODE if history.is_interrupted else 0
+    return exit_code(history.stop_signal) if history.stop_signal else 0
 
 
 def _announce(run: Run, num_parameters: int, num_done: int) -> None:
@@ -273,9 +297,8 @@ def _report(run: Run, summary: summaries.Summary) -> None:
         run.console.print(tiers.tier_table(summary.tiers, title=title))
         state = summaries.state_line(summary)
         run.console.print(state, highlight=False)
-    run.console.rule(
-        "stopped by Ctrl-C" if summary.history.is_interrupted else "done", align="left"
-    )
+    stopped_by = summary.history.stop_signal
+    run.console.rule(f"stopped by {name_of(stopped_by)}" if stopped_by else "done", align="left")
     for name, text in summaries.facts(summary):
         run.console.print(f"{name:<16} {text}", highlight=False)
     if run.folder is not None:

@@ -148,7 +148,7 @@ class RunConfig:
     """Folder for checkpoints; absent: none are written."""
 
     save_every: CountOrZero = 0
-    """Steps between checkpoints; 0: only at the end, and at Ctrl-C."""
+    """Steps between checkpoints; 0: only at the end, at Ctrl-C and at SIGTERM."""
 
     keep_last: Count = 2
     """How many of the newest checkpoints to keep."""

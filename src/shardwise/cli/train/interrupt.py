@@ -1,37 +1,70 @@
-"""Ctrl-C as a wish: remembered at once, granted by all ranks together at the end of a step.
+"""Ctrl-C and SIGTERM as a wish: remembered at once, granted by all ranks at the end of a step.
 
-It does not decide for the others: the loop sends the wish round with each step's loss.
+It does not decide for the others: the loop sends the wish round with each step's loss. SIGTERM is
+what a scheduler sends before it takes a machine away, and a launcher when another rank is gone.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import signal
+import sys
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import FrameType, TracebackType
 
-EXIT_CODE: Final = 130
-"""What a shell expects of a command that ended by Ctrl-C: 128 + SIGINT."""
+_SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
+
+LAUNCHER: Final = "SHARDWISE_LAUNCHER"
+"""Environment variable: process that started this one and waits for it."""
+_SET_DEATH_SIGNAL: Final = 1
+"""PR_SET_PDEATHSIG of prctl(2)."""
+
+
+def end_with_launcher() -> None:
+    """Have SIGTERM sent to this process when its launcher ends, even if that was killed (Linux)."""
+    launcher = os.environ.get(LAUNCHER)
+    if launcher is None or sys.platform != "linux":
+        return
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
+    if os.getppid() != int(launcher):  # it was gone before
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def exit_code(number: int) -> int:
+    """Return what a shell expects of a command that ended by a signal: 130 or 143."""
+    return 128 + number
+
+
+def name_of(number: int) -> str:
+    """Return how people call a signal."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 class StopRequest:
-    """Remembers SIGINT while it is entered; a second one ends the process the usual way.
+    """Remembers SIGINT and SIGTERM while it is entered.
+
+    A second SIGINT ends the process the usual way. A second SIGTERM says nothing new: some
+    schedulers send it to launcher and ranks alike, and the launcher passes it on.
 
     Example:
         >>> with StopRequest() as stop:
-        ...     stop.is_requested
-        False
+        ...     stop.signal
+        0
     """
 
     def __init__(self) -> None:
-        self.is_requested = False
-        self._previous: Callable[[int, FrameType | None], Any] | int | None = signal.SIG_DFL
+        self.signal = 0
+        """Number of the signal that came first, 0 for none."""
+        self._previous: dict[int, Callable[[int, FrameType | None], Any] | int | None] = {}
 
     def __enter__(self) -> StopRequest:
-        """Take SIGINT over."""
-        self._previous = signal.signal(signal.SIGINT, self._remember)
+        """Take the signals over."""
+        for number in _SIGNALS:
+            self._previous[number] = signal.signal(number, self._remember)
         return self
 
     def __exit__(
@@ -40,11 +73,16 @@ class StopRequest:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Give SIGINT back."""
-        signal.signal(signal.SIGINT, self._previous)
+        """Give the signals back."""
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+
+    def adopt(self, number: int) -> None:
+        """Take over what ranks have agreed on: the signal that one of them got, 0 for none."""
+        self.signal = max(self.signal, number)
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         """Note the wish; the next SIGINT raises KeyboardInterrupt."""
-        del number, frame
-        self.is_requested = True
+        del frame
+        self.signal = self.signal or number
         signal.signal(signal.SIGINT, signal.default_int_handler)

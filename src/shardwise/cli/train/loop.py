@@ -36,7 +36,8 @@ class History:
     validations: list[ValidationRecord] = field(default_factory=list)
     held: HeldBytes | None = None
     """Bytes that this rank holds: gradients just before an update, the rest just after it."""
-    is_interrupted: bool = False
+    stop_signal: int = 0
+    """What ended it early, 0 for nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +46,8 @@ class Agreement:
 
     loss: float
     """Mean of the ranks' losses, summed in rank order."""
-    shall_stop: bool
-    """Whether any rank was asked to stop."""
+    stop_signal: int
+    """By which signal some rank was asked to stop; 0 for none."""
 
 
 def train(  # noqa: PLR0913 - what a run consists of, each with a part of its own
@@ -82,10 +83,10 @@ def train(  # noqa: PLR0913 - what a run consists of, each with a part of its ow
         )
         history.steps.append(record)
         journal.step(record)
-        is_last = agreed.shall_stop or step + 1 == run.steps
+        is_last = bool(agreed.stop_signal) or step + 1 == run.steps
         checkpoints.after(step + 1, learner, is_last=is_last)
-        if agreed.shall_stop:
-            history.is_interrupted = True
+        if agreed.stop_signal:
+            history.stop_signal = agreed.stop_signal
             break
         if step + 1 == run.steps or (run.validate_every and (step + 1) % run.validate_every == 0):
             validation = validate(
@@ -130,10 +131,11 @@ def update(learner: Learner, history: History | None = None) -> None:
 
 def agree(loss: float, *, ranks: Ranks, stop: StopRequest, device: torch.device) -> Agreement:
     """Join the ranks' losses and wishes to stop; one small all-gather, on all ranks."""
-    everyone = ranks.gather([loss, float(stop.is_requested)], device=device)
+    everyone = ranks.gather([loss, float(stop.signal)], device=device)
+    stop_signal = int(max(numbers[1] for numbers in everyone))
+    stop.adopt(stop_signal)
     return Agreement(
-        loss=sum(numbers[0] for numbers in everyone) / len(everyone),
-        shall_stop=any(numbers[1] for numbers in everyone),
+        loss=sum(numbers[0] for numbers in everyone) / len(everyone), stop_signal=stop_signal
     )
 
 

@@ -124,7 +124,8 @@ def compare(
     if ranks.is_first:
         plain = train_in_one_process(comparison.config, feed, loss_scales=loss_scales, stop=stop)
         numbers = _differences(sharded, plain)
-    everyone = ranks.gather([*numbers, float(stop.is_requested)], device=feed.device)
+    everyone = ranks.gather([*numbers, float(stop.signal)], device=feed.device)
+    stop.adopt(int(max(row[-1] for row in everyone)))
     if any(row[-1] for row in everyone):
         return None
     loss_difference, parameter_difference, is_bit_equal, _ = everyone[0]
@@ -154,7 +155,7 @@ def _train_sharded(
         update(learner)
         agreed = agree(loss, ranks=ranks, stop=stop, device=feed.device)
         losses.append(agreed.loss)
-        if agreed.shall_stop:
+        if agreed.stop_signal:
             return Curve(losses=losses, parameters={}), loss_scales, True
     names = {name for name, _ in learner.model.named_parameters()}
     parameters = {name: v for name, v in learner.model.state_dict().items() if name in names}

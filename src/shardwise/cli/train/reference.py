@@ -71,7 +71,7 @@ def train_in_one_process(
     )
     losses: list[float] = []
     for step, scale in enumerate(loss_scales):
-        if stop.is_requested:
+        if stop.signal:
             break
         loss, gradients = _joined_gradients(working, feed, order, step=step, scale=scale)
         losses.append(loss)

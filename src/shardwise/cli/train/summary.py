@@ -118,7 +118,7 @@ def as_json(summary: Summary) -> dict[str, object]:
         "world_size": summary.world_size,
         "num_parameters": summary.num_parameters,
         "corpus": summary.corpus,
-        "is_interrupted": summary.history.is_interrupted,
+        "is_interrupted": summary.history.stop_signal > 0,
         "num_steps": len(steps),
         "first_loss": steps[0].loss,
         "last_loss": steps[-1].loss,
