@@ -200,9 +200,11 @@ class ManagedParameter:
 
     def view_in(self, buffer_C: torch.Tensor) -> torch.Tensor:
         """Return the parameter-shaped view of this parameter's slot in a chunk-sized buffer."""
-        return buffer_C.as_strided(
-            self.shape, self.stride, buffer_C.storage_offset() + self.slot.start
-        )
+        return self.view_at(self.slot, buffer_C)
+
+    def view_at(self, slot: Slot, buffer_C: torch.Tensor) -> torch.Tensor:
+        """Return the same of another slot, that the parameter had once."""
+        return buffer_C.as_strided(self.shape, self.stride, buffer_C.storage_offset() + slot.start)
 
     def piece_in(self, slice_S: torch.Tensor) -> torch.Tensor | None:
         """Return the 1-D view of the owned piece in a slice-sized buffer."""

@@ -10,10 +10,12 @@ from shardwise.errors import ShardwiseError, mismatch
 from shardwise.runtime.build import read_parameter
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from torch import nn
 
+    from shardwise.layout import Slot
+    from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.engine import Engine
     from shardwise.runtime.managed import ManagedParameter
 
@@ -35,12 +37,8 @@ def repack(engine: Engine, atoms: Mapping[nn.Parameter, int]) -> None:
             )
         )
     engine.values.settle()
-    masters: dict[ManagedParameter, torch.Tensor] = {}
-    for chunk in engine.chunks:
-        if chunk.own.has_exact_master:
-            master_C = engine.gather_update(chunk)
-            masters |= {record: record.view_in(master_C).clone() for record in chunk.records}
     before, reducer, residence = engine.chunks, engine.reducer, engine.residence
+    slots = {chunk: [(record, record.slot) for record in chunk.records] for chunk in before}
     by_record = {r: atoms[r.parameter] for r in engine.records if r.parameter in atoms}
     read = read_parameter if engine.residence is None else engine.residence.read
     engine.pack(by_record, read, is_repacking=True)
@@ -48,9 +46,21 @@ def repack(engine: Engine, atoms: Mapping[nn.Parameter, int]) -> None:
     if residence is not None:
         residence.gatherer.close()
     for chunk in before:
+        if chunk.own.has_exact_master:
+            _move_masters(engine, chunk, slots[chunk])
         chunk.own.close()
     if engine.adaptation is not None:
         engine.adaptation.begin(engine)  # without what was there before
-    with torch.no_grad():
-        for record, master in masters.items():
-            engine.values.write_master(record, master)
+
+
+@torch.no_grad()
+def _move_masters(
+    engine: Engine, chunk: Chunk, slots: Sequence[tuple[ManagedParameter, Slot]]
+) -> None:
+    """Give parameters the masters that they had in an earlier chunk, at their earlier places.
+
+    Memory: that chunk, whole in float32. Collectives: one all-gather.
+    """
+    master_C = engine.gather_update(chunk)
+    for record, slot in slots:
+        engine.values.write_master(record, record.view_at(slot, master_C))

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+from typing import TYPE_CHECKING
+
 import pytest
 import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.runtime.engine import Engine
 from tests.kit.models import Case
+from tests.kit.oracle import assert_bit_equal
 from tests.kit.sharded import Setting, assert_like_one_process, build
+
+if TYPE_CHECKING:
+    from shardwise.runtime.chunk import Chunk
+
+BF16 = sw.MixedPrecision(param_dtype=torch.bfloat16)
 
 
 def matrices() -> nn.Module:
@@ -83,3 +93,30 @@ def test_blocks_are_not_cut() -> None:
     optimizer = sw.ShardedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), stage=2, atom=10)
     [piece] = optimizer.param_groups[0]["params"]
     assert piece.numel() % 10 == 0
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_masters_move_to_other_cuts_chunk_by_chunk(stage: int, monkeypatch) -> None:
+    """Masters that are whole all at once would be a plain float32 model on every rank."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(4)])
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    sw.shard(model, stage=stage, mixed_precision=BF16, chunk_bytes=1024)
+    copies: list[int] = []
+    real = Engine.gather_update
+
+    def gather_update(engine: Engine, chunk: Chunk) -> torch.Tensor:
+        kinds = (one for one in gc.get_objects() if type(one) is torch.Tensor)
+        copies.append(sum(one.shape == (16, 16) and one.dtype == torch.float32 for one in kinds))
+        return real(engine, chunk)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "gather_update", gather_update)
+        optimizer = sw.ShardedOptimizer(torch.optim.Muon(model.parameters(), lr=0.0))
+    assert len(copies) > 1
+    assert set(copies) == {len(expected)}
+    masters = optimizer.state_dict()["shardwise"]["masters"]
+    assert_bit_equal(
+        {str(i): masters[i] for i in range(4)}, {str(i): v for i, v in enumerate(expected)}
+    )
