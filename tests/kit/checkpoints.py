@@ -5,7 +5,6 @@ A mesh of the first N ranks of four stands for a job of N ranks; ranks outside o
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import shardwise as sw
+from tests.kit.pair import parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,9 +117,7 @@ def train(model: nn.Module, optimizer: Any, num_steps: int) -> list[float]:
 
 def exact_values(model: nn.Module, optimizer: Any) -> dict[str, Tensor]:
     """Return every parameter whole, as its master where it has one."""
-    is_module = model.__dict__.get("_shardwise") is not None
-    with sw.full_parameters(model) if is_module else nullcontext():
-        values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    values = parameters(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     members = [names[member.parameter] for member in optimizer._binding.members()]
     masters = optimizer.state_dict().get("shardwise", {}).get("masters", {})

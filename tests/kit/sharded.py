@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from tests.kit.oracle import OracleOptions, assert_bit_equal, run_oracle, seed
+from tests.kit.pair import parameters
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -124,9 +125,7 @@ def assert_within_limits(optimizer: sw.ShardedOptimizer) -> None:
 
 def updated_values(model: nn.Module, optimizer: sw.ShardedOptimizer) -> dict[str, Tensor]:
     """What the optimizer updates, whole: masters where there are some, else the parameters."""
-    is_module = model.__dict__.get("_shardwise") is not None
-    with sw.full_parameters(model) if is_module else nullcontext():
-        values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    values = parameters(model)
     masters = optimizer.state_dict().get("shardwise", {}).get("masters", {})
     names = list(values)
     return values | {names[index]: master for index, master in masters.items()}

@@ -18,6 +18,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+from shardwise.errors import BudgetError, mismatch
 from shardwise.residency import Needs, Pace, adapt, spare_bytes
 from shardwise.residency import Tier as TierName
 from shardwise.runtime.agreement import raise_together
@@ -28,7 +29,7 @@ from shardwise.runtime.meter import Holding
 from shardwise.runtime.state_slices import MASTER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Mapping, Sequence
 
     import torch
 
@@ -204,6 +205,30 @@ class Adaptation:
         )
         if error is not None:
             raise error
+
+    def refuse_whole(self, engine: Engine, chunks: Collection[Chunk]) -> None:
+        """Refuse to keep chunks whole that do not all fit beside the slices, between passes.
+
+        Raises:
+            BudgetError: On all ranks alike; nothing was gathered.
+        """
+        limit_bytes = self.limits.accelerator_bytes
+        if limit_bytes is None or self.plan is None:
+            return
+        kept = {chunk for chunk in engine.chunks if chunk.num_pins} | set(chunks)
+        whole_bytes = sum(self.plan.shapes[chunk.index].whole_bytes for chunk in kept)
+        rest_bytes = self._least_needs(self.plan.shapes).resident_bytes
+        rest_bytes += self.plan.residency.bytes_in(TierName.ACCELERATOR, self.sizes)
+        if whole_bytes + rest_bytes > limit_bytes:
+            raise BudgetError(
+                mismatch(
+                    "full_parameters",
+                    expected=f"room for {whole_bytes} bytes of whole parameters on the accelerator",
+                    got=f"{limit_bytes - rest_bytes} bytes beside slices",
+                    fix=f"raise Budget.accelerator to {whole_bytes + rest_bytes} bytes, pass one "
+                    "module after the other, or take state_dict(), which is on the CPU",
+                )
+            )
 
     def _change(
         self, engine: Engine, sizes: list[ChunkBytes], needs: Needs, *, is_together: bool = True

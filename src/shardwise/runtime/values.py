@@ -93,11 +93,18 @@ class ParameterValues:
 
     @contextmanager
     def whole(self, records: Sequence[ManagedParameter]) -> Generator[None]:
-        """Inside, some parameters are whole and newest. Collectives: all-gathers at stage 3."""
+        """Inside, some parameters are whole and newest. Collectives: all-gathers at stage 3.
+
+        Raises:
+            BudgetError: They do not fit beside the slices; nothing was gathered.
+        """
         self.settle()
         if self._engine.residence is None:
             yield
         else:
+            if self._engine.adaptation is not None:
+                chunks = {record.chunk for record in records}
+                self._engine.adaptation.refuse_whole(self._engine, chunks)
             with self._engine.residence.whole(records):
                 yield
 

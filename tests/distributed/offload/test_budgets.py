@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,6 +16,9 @@ from tests.kit.budgets import asked_bytes
 from tests.kit.offloaded import tiers_of
 from tests.kit.oracle import assert_bit_equal
 from tests.kit.pair import parameters
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
 
 WIDTH, DEPTH, SAMPLES = 64, 6, 8
 CHUNK_BYTES = 4 * (WIDTH * WIDTH + WIDTH)
@@ -285,3 +290,34 @@ def test_chunks_that_the_user_keeps_gathered_are_counted(keep) -> None:
     assert size > smallest() + kept_bytes - 2.1 * CHUNK_BYTES
     report = sw.memory_report(model)
     assert report.accelerator.peak_bytes <= size
+
+
+@pytest.mark.world_size(2)
+def test_whole_parameters_are_refused_where_they_do_not_fit() -> None:
+    model, optimizer = build(budget=sw.Budget(accelerator=smallest()))
+    train(model, optimizer)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(sw.BudgetError, match="full_parameters") as refusal, whole(model):
+        pass
+    for name, layer in model.named_children():  # layer by layer there is room
+        with whole(model, layer):
+            own = {f"{name}.{key}": value.clone() for key, value in layer.named_parameters()}
+        assert_bit_equal(own, {key: expected[key] for key in own})
+    size = asked_bytes(refusal.value, "accelerator")
+    model, optimizer = build(budget=sw.Budget(accelerator=size))
+    train(model, optimizer, samples=1)
+    with whole(model):
+        pass
+    model, optimizer = build(budget=sw.Budget(accelerator=size - 1))
+    with pytest.raises(sw.BudgetError, match=f"to {size} bytes"), whole(model):
+        pass
+
+
+@contextmanager
+def whole(root: nn.Module, part: nn.Module | None = None) -> Generator[None]:
+    """Take whole parameters, and keep the limit meanwhile."""
+    with sw.full_parameters(root if part is None else part):
+        yield
+    accelerator = sw.memory_report(root).accelerator
+    assert accelerator.limit_bytes is not None
+    assert 0 < accelerator.peak_bytes <= accelerator.limit_bytes
