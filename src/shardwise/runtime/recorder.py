@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from shardwise.residency import Moment, Segment, Trace, renew
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.meter import Meter
 
+_LONGEST_STEP = 2**16
+"""Moments that are kept, the last ones: forward passes may never be followed by a step."""
+
 
 class Recorder:
     """Writes down moments of a step that a meter watches; passes without gradients are none."""
@@ -23,14 +27,14 @@ class Recorder:
         self.trace: Trace | None = None
         """Of the last step; activations are the most that steps in its order have held."""
         self._meter = meter
-        self._moments: list[Moment] = []
+        self._moments: deque[Moment] = deque(maxlen=_LONGEST_STEP)
 
     def note(self, chunks: Iterable[Chunk], segment: Segment) -> None:
         """Record a use of some chunks, one after the other."""
         if not self._meter.is_on or segment is Segment.EVALUATION:
             return
         activation_bytes = self._meter.held[Holding.ACTIVATIONS]
-        self._moments += [Moment(chunk.index, segment, activation_bytes) for chunk in chunks]
+        self._moments.extend(Moment(chunk.index, segment, activation_bytes) for chunk in chunks)
 
     def note_backward(self, chunk: Chunk) -> None:
         """Record that a chunk's backward pass is over."""
@@ -38,6 +42,7 @@ class Recorder:
 
     def end_step(self, sizes: Iterable[ChunkBytes]) -> None:
         """Take what was recorded as a step."""
-        moments, self._moments = self._moments, []
+        moments = tuple(self._moments)
+        self._moments.clear()
         if moments:
-            self.trace = renew(self.trace, Trace(chunks=tuple(sizes), moments=tuple(moments)))
+            self.trace = renew(self.trace, Trace(chunks=tuple(sizes), moments=moments))
