@@ -251,7 +251,7 @@ def parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return copies of the parameters by name. Collective where a read of one would raise."""
     engine = model.__dict__.get(ATTRIBUTE)
     is_absent = engine is not None and engine.residence is not None
-    if is_absent and engine.has_limit:  # they may not fit all at once
+    if engine is not None and is_absent and engine.has_limit:  # they may not fit all at once
         state = model.state_dict()
         return {name: state[name].clone() for name, _ in model.named_parameters()}
     with sw.full_parameters(model) if is_absent else contextlib.nullcontext():

@@ -6,8 +6,8 @@ of their process group and read those of the others: if the notes differ, the er
 
 from __future__ import annotations
 
-import datetime
 import json
+import time
 from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TypeVar
@@ -30,8 +30,13 @@ _POSITIVE = 2**61 - 1
 _LONGEST_SEQUENCE = 2**12
 """Gathers that are remembered by name: without training nobody agrees, and nothing may pile up."""
 
-_PATIENCE = datetime.timedelta(seconds=10)
-"""How long a failed rank waits for the note of another: that one fails soon after it."""
+_PATIENCE_S = 10.0
+"""How long a failed rank waits for the notes of the others: these fail soon after it."""
+_PATIENCE_WITH_THE_DEAD_S = 3.0
+"""The same where the connection to a rank has broken, which will leave no note any more."""
+_BROKEN = "by peer"
+"""In what gloo says of such a connection."""
+_POLL_S = 0.05
 
 
 class Whereabouts:
@@ -48,6 +53,8 @@ class Whereabouts:
         self._count = 0
         self._task = self._last_task = ""
         self._what = "start"
+        self._has_failed = False
+        """Notes were exchanged: whoever has left none by then is not waited for again."""
         self._chunk: Chunk | None = None
 
     def note(self, what: str, chunk: Chunk | None = None) -> None:
@@ -83,6 +90,7 @@ class Whereabouts:
     def forget_gathers(self) -> None:
         """All ranks have agreed on what was gathered."""
         self.gathered_print = 0
+        self._has_failed = False
         self._gathered.clear()
         self._last_task = self._task
 
@@ -101,33 +109,31 @@ class Whereabouts:
         }
         return _divergence(notes)
 
-    def places(self) -> dict[int, str | None]:
+    def places(self, patience_s: float) -> dict[int, str | None]:
         """Return what every rank was at, None where no answer came in time."""
         what = self._what if self._chunk is None else f"{self._what} {self._chunk.label}"
         task = f", after {self._last_task}" if self._last_task else ""
         task = f", in {self._task}" if self._task else task
-        return self._exchange(f"step {self.step}{task}: {what} (event {self._count})")
+        note = f"step {self.step}{task}: {what} (event {self._count})"
+        return self._exchange(note, 0.0 if self._has_failed else patience_s)
 
-    def _exchange(self, note: NoteT) -> dict[int, NoteT | None]:
-        """Give a note to all ranks and return theirs by global rank."""
+    def _exchange(self, note: NoteT, patience_s: float = _PATIENCE_S) -> dict[int, NoteT | None]:
+        """Give a note to all ranks and return theirs by global rank; none where that fails."""
+        self._has_failed = True
         group = self.axis.group
         if group is None:
             return {}
         store = _get_process_group_store(group)
         ranks = dist.get_process_group_ranks(group)
-        # a rank that is a step behind or ahead looks under another key: leave the note at each
-        for step in range(max(0, self.step - 1), self.step + 2):
-            key = f"shardwise/{self.axis.lane}/{step}/{dist.get_rank()}"
-            store.set(key, json.dumps(note))
-        notes: dict[int, NoteT | None] = {}
-        for rank in ranks:
-            key = f"shardwise/{self.axis.lane}/{self.step}/{rank}"
-            try:
-                store.wait([key], _PATIENCE)
-                notes[rank] = json.loads(store.get(key))
-            except RuntimeError:
-                notes[rank] = None
-        return notes
+        try:
+            # a rank that is a step behind or ahead looks under another key: leave it at each
+            for step in range(max(0, self.step - 1), self.step + 2):
+                key = f"shardwise/{self.axis.lane}/{step}/{dist.get_rank()}"
+                store.set(key, json.dumps(note))
+            keys = {rank: f"shardwise/{self.axis.lane}/{self.step}/{rank}" for rank in ranks}
+            return _collect(store, keys, patience_s)
+        except RuntimeError:  # the process that served the store is gone
+            return {}
 
 
 @contextmanager
@@ -138,10 +144,29 @@ def explain(whereabouts: Whereabouts) -> Generator[None]:
     except ShardwiseError:
         raise
     except RuntimeError as error:
-        notes = whereabouts.places()
+        is_broken = _BROKEN in str(error)
+        notes = whereabouts.places(_PATIENCE_WITH_THE_DEAD_S if is_broken else _PATIENCE_S)
         if len(set(notes.values())) <= 1:
             raise
         raise _divergence(notes) from error
+
+
+def _collect(
+    store: dist.Store, keys: Mapping[int, str], patience_s: float
+) -> dict[int, NoteT | None]:
+    """Return the notes under some keys, None for those that do not come in time."""
+    notes: dict[int, NoteT | None] = dict.fromkeys(keys)
+    missing = list(keys)
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        is_over = time.monotonic() > deadline_s
+        for rank in list(missing):
+            if store.check([keys[rank]]):
+                notes[rank] = json.loads(store.get(keys[rank]))
+                missing.remove(rank)
+        if not missing or is_over:
+            return notes
+        time.sleep(_POLL_S)
 
 
 def _divergence(notes: Mapping[int, str | None]) -> DivergenceError:
@@ -150,12 +175,17 @@ def _divergence(notes: Mapping[int, str | None]) -> DivergenceError:
         f"rank {rank} {'gave no answer' if note is None else f'was at {note}'}"
         for rank, note in notes.items()
     )
+    fix = (
+        "call the same modules, and state_dict() and the like, in the same order on every rank (a "
+        "unit that some ranks skip must lie inside a larger unit)"
+    )
+    if None in notes.values():
+        fix = f"see whether a rank without an answer has ended; if not, {fix}"
     return DivergenceError(
         mismatch(
             "all ranks",
             expected="the same sequence of communication",
-            got=lines,
-            fix="call the same modules, and state_dict() and the like, in the same order on every "
-            "rank (a unit that some ranks skip must lie inside a larger unit)",
+            got=lines or "others",
+            fix=fix,
         )
     )
