@@ -146,6 +146,10 @@ class ReduceScatter:
             wide = buffer_C.new_empty(0, dtype=torch.float32)
             self.received.append(allocate(wide, self.own_S.numel()))
 
+    def wait(self) -> None:
+        """Wait until the exchange is over, and leave what came where it is."""
+        wait_all(self._works)
+
     def finish(self) -> torch.Tensor:
         """Wait, add in rank order and return the sum, [S].
 

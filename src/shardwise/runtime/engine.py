@@ -191,9 +191,7 @@ class Engine:
         if self._num_faces:
             return
         self._receive_the_last()
-        self.reducer.close()
-        if self.offload is not None:
-            self.offload.close()
+        self.reducer.close(None if self.offload is None else self.offload.close)
         for record in self.records:
             if record.holds_stand_in:  # the collector does not see through .grad
                 record.parameter.grad = None

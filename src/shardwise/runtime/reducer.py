@@ -122,10 +122,13 @@ class GradientReducer:
         """True when a backward pass has started and was not finished."""
         return self._phase is Phase.OPEN
 
-    def close(self) -> None:
-        """Let go of parameters (nodes that own them are hidden from Python) and of the thread."""
-        self._executor.close()
+    def close(self, then: Callable[[], None] | None = None) -> None:
+        """Let go of parameters (nodes that own them are hidden from Python) and of the thread.
+
+        ``then`` is called when no gradient is on its way any more, maybe on another thread.
+        """
         self._hooks.close()
+        self._executor.close(then)
 
     # ------------------------------------------------------------------ the backward pass
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from shardwise.runtime.chunk import Chunk
     from shardwise.runtime.pool import BufferPool
     from shardwise.runtime.topology import Topology
-    from shardwise.runtime.worker import Job
 
 
 class Reduction:
@@ -52,8 +51,8 @@ class Reduction:
             chunk.own.gradient_S = chunk.own.gradient_S.clone()
         return buffer_C
 
-    def start(self, chunk: Chunk) -> Job:
-        """Start the exchange of a chunk; the returned job ends it.
+    def start(self, chunk: Chunk) -> Ending:
+        """Start the exchange of a chunk; what is returned ends it.
 
         Collectives: one reduce-scatter on the shard axis, one all-reduce of the slice on the
         replicate axis.
@@ -74,7 +73,7 @@ class Reduction:
             buffer_C.div_(divisor)
             divisor = 1
         exchange = ReduceScatter(buffer_C, shard, self.pool.take, key=chunk.index)
-        return lambda: self._end(chunk, buffer_C, exchange, divisor)
+        return Ending(self, chunk, buffer_C, exchange, divisor)
 
     def release(self, chunk: Chunk) -> None:
         """Forget the gradients of a chunk and return their memory."""
@@ -85,10 +84,10 @@ class Reduction:
         """Return the memory of buffers that wait for reuse."""
         self.pool.clear()
 
-    def _end(
+    def communicate(
         self, chunk: Chunk, buffer_C: torch.Tensor, exchange: ReduceScatter, divisor: int
-    ) -> None:
-        """Add, divide and store one chunk's slice."""
+    ) -> tuple[torch.Tensor, int]:
+        """Return the sum over all ranks, and what it is still to be divided by."""
         total_S = exchange.finish()
         replicate = self._topology.replicate
         if replicate.group is not None:
@@ -96,6 +95,13 @@ class Reduction:
                 total_S, divisor = total_S.div_(divisor).to(buffer_C.dtype), 1
             all_reduce_in_rank_order(total_S, replicate, divisor=divisor, key=chunk.index)
             divisor = 1
+        return total_S, divisor
+
+    def end(
+        self, chunk: Chunk, buffer_C: torch.Tensor, exchange: ReduceScatter, divisor: int
+    ) -> None:
+        """Add, divide and store one chunk's slice."""
+        total_S, divisor = self.communicate(chunk, buffer_C, exchange, divisor)
         unused = list(exchange.received)
         own = chunk.own
         stays = self._keeps_whole or total_S.numel() == buffer_C.numel()
@@ -113,6 +119,34 @@ class Reduction:
             unused.append(buffer_C)
         for tensor in unused:
             self.pool.give(tensor)
+
+
+class Ending:
+    """The end of a reduction that was started: a job of an executor."""
+
+    def __init__(
+        self,
+        reduction: Reduction,
+        chunk: Chunk,
+        buffer_C: torch.Tensor,
+        exchange: ReduceScatter,
+        divisor: int,
+    ) -> None:
+        """Hold what is on its way."""
+        self._reduction = reduction
+        self._arguments = (chunk, buffer_C, exchange, divisor)
+
+    def __call__(self) -> None:
+        """Store the slice."""
+        self._reduction.end(*self._arguments)
+
+    def abandon(self) -> None:
+        """Take part to the end, and store nothing."""
+        self._reduction.communicate(*self._arguments)
+
+    def receive(self) -> None:
+        """Wait for the exchange alone."""
+        self._arguments[2].wait()
 
 
 def _place(
