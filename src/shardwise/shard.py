@@ -186,8 +186,7 @@ def full_parameters(module: nn.Module, *, writeback: bool = False) -> Generator[
             and masters are taken from them.
 
     Raises:
-        BudgetError: They do not fit beside the slices in what the accelerator may hold; nothing was
-            gathered.
+        BudgetError: They do not fit beside what the accelerator holds now; nothing was gathered.
         ShardwiseError: On leaving, if parameters were changed inside without ``writeback``.
 
     Collectives: the wait for updates in flight, at stage 3 an all-gather per chunk; with

@@ -26,7 +26,7 @@ from shardwise.tiers import (
 from shardwise.tiers.memory import HOST_DEVICE, empty, fill_memory, open_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from shardwise.tiers.block import Remains
     from shardwise.tiers.tier import OpenPieces, Pieces
@@ -119,11 +119,13 @@ class LateScheduler:
             chosen = {one for one in self._pending if self._random.random() < self._early_share}
             self._run({transfer} | chosen)
 
-    def close(self) -> None:
+    def close(self, then: Callable[[], None] | None = None) -> None:
         """Run what is left."""
         with self._lock:
             self._is_closed = True
             self._run(set(self._pending))
+        if then is not None:
+            then()
 
     def _run(self, wanted: set[Transfer]) -> None:
         """Run copies and all they depend on, in a random order that respects the dependencies."""

@@ -45,8 +45,11 @@ class PendingSave:
         Raises:
             CheckpointError: It could not be; nothing was changed.
         """
-        _unfinished.discard(self)
-        self._future.result()
+        try:
+            self._future.result()
+        finally:  # an interrupt ends the wait, not the save
+            if self.is_done:
+                _unfinished.discard(self)
 
 
 class Background:
@@ -99,8 +102,12 @@ class Background:
                     fix="save later, or pass async_='wait'",
                 )
             )
-        pending, self._pending = self._pending, None
-        pending.wait()
+        pending = self._pending
+        try:
+            pending.wait()
+        finally:  # after an interrupt it still writes what is staged
+            if pending.is_done:
+                self._pending = None
 
 
 _unfinished: set[PendingSave] = set()

@@ -40,12 +40,13 @@ def launch(arguments: Sequence[str], *, num_ranks: int) -> int:
     for name in _LAUNCHER_LOGGERS:  # they announce every signal and exit code that we return
         logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
-    os.environ[LAUNCHER] = str(os.getpid())
+    run_id = uuid.uuid4().hex
+    os.environ[LAUNCHER] = f"{os.getpid()} {run_id}"
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,
-        run_id=uuid.uuid4().hex,
+        run_id=run_id,
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
         max_restarts=0,

@@ -207,26 +207,38 @@ class Adaptation:
             raise error
 
     def refuse_whole(self, engine: Engine, chunks: Collection[Chunk]) -> None:
-        """Refuse to keep chunks whole that do not all fit beside the slices, between passes.
+        """Refuse to keep chunks whole that do not all fit beside what is held now.
 
         Raises:
             BudgetError: On all ranks alike; nothing was gathered.
+
+        Collectives: one all-reduce of two numbers per axis, where the accelerator has a limit.
         """
         limit_bytes = self.limits.accelerator_bytes
         if limit_bytes is None or self.plan is None:
             return
         kept = {chunk for chunk in engine.chunks if chunk.num_pins} | set(chunks)
         whole_bytes = sum(self.plan.shapes[chunk.index].whole_bytes for chunk in kept)
-        rest_bytes = self._least_needs(self.plan.shapes).resident_bytes
-        rest_bytes += self.plan.residency.bytes_in(TierName.ACCELERATOR, self.sizes)
+        self.note_slices(engine)
+        held = engine.meter.held
+        engine.whereabouts.note("agreement on memory")
+        with explain(engine.whereabouts):
+            own_bytes = sum(held.values()) - held[Holding.GATHERED]
+            rest_bytes, other_bytes = most(
+                [own_bytes, own_bytes - held[Holding.SLICES]], engine.topology
+            )
         if whole_bytes + rest_bytes > limit_bytes:
+            # with a higher limit slices move to the accelerator, all of them at most
+            slice_bytes = sum(size.working_bytes + size.update_bytes for size in self.sizes)
+            need_bytes = whole_bytes + other_bytes + slice_bytes
             raise BudgetError(
                 mismatch(
                     "full_parameters",
                     expected=f"room for {whole_bytes} bytes of whole parameters on the accelerator",
-                    got=f"{limit_bytes - rest_bytes} bytes beside slices",
-                    fix=f"raise Budget.accelerator to {whole_bytes + rest_bytes} bytes, pass one "
-                    "module after the other, or take state_dict(), which is on the CPU",
+                    got=f"{limit_bytes - rest_bytes} bytes",
+                    where=f"{rest_bytes} of {limit_bytes} bytes are held on some rank",
+                    fix=f"raise Budget.accelerator to {need_bytes} bytes, pass one module after "
+                    "the other, or take state_dict(), which is on the CPU",
                 )
             )
 

@@ -96,7 +96,7 @@ class ParameterValues:
         """Inside, some parameters are whole and newest. Collectives: all-gathers at stage 3.
 
         Raises:
-            BudgetError: They do not fit beside the slices; nothing was gathered.
+            BudgetError: They do not fit beside what is held; nothing was gathered.
         """
         self.settle()
         if self._engine.residence is None:

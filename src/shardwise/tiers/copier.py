@@ -18,7 +18,7 @@ from shardwise.tiers.tier import Lane
 from shardwise.tiers.transfer import Transfer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from shardwise.tiers.block import Arrival, Block
     from shardwise.tiers.streams import Streams
@@ -58,9 +58,9 @@ class Copier:
                 raise
         return transfer
 
-    def close(self) -> None:
-        """Run what is left and take nothing more; idempotent."""
-        self._scheduler.close()
+    def close(self, then: Callable[[], None] | None = None) -> None:
+        """Run what is left and take nothing more, then call ``then``; see ``Scheduler.close``."""
+        self._scheduler.close(then)
 
     def _describe(self, source: Block, target: Block) -> Transfer:
         """Choose how the bytes travel."""

@@ -51,8 +51,15 @@ class Tiers:
         return self._copier.copy(source, target)
 
     def close(self) -> None:
-        """Let copies run out, then close every tier; idempotent."""
-        self._copier.close()
+        """Let copies run out, then close every tier; idempotent.
+
+        It may be called by the collector, even on a thread that is amid a copy: tiers are closed
+        when that has ended, later than this returns.
+        """
+        self._copier.close(self._close_tiers)
+
+    def _close_tiers(self) -> None:
+        """Close every tier."""
         for tier in (self.accelerator, self.host, self.disk):
             if tier is not None:
                 tier.close()

@@ -26,8 +26,12 @@ class Scheduler(Protocol):
         """Return when the copy has run."""
         ...
 
-    def close(self) -> None:
-        """Run what is left, and take nothing more; idempotent."""
+    def close(self, then: Callable[[], None] | None = None) -> None:
+        """Run what is left, take nothing more, and call ``then``; idempotent.
+
+        Where the calling thread is amid a copy - the collector may call - ``then`` is called by the
+        thread that runs the last one.
+        """
         ...
 
 

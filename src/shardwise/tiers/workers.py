@@ -15,7 +15,7 @@ from shardwise.errors import ShardwiseError, mismatch
 from shardwise.tiers.tier import Lane
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from shardwise.tiers.transfer import Transfer
 
@@ -39,6 +39,10 @@ class WorkerScheduler:
         """Of every copy that has not run: how many it still waits for."""
         self._followers: dict[Transfer, list[Transfer]] = {}
         self._is_closed = False
+        self._running: set[int] = set()
+        """Threads that are amid a copy."""
+        self._at_end: list[Callable[[], None]] = []
+        """Called after the last copy."""
 
     def submit(self, transfer: Transfer, after: Sequence[Transfer]) -> None:
         """Run the copy once those before it have run."""
@@ -63,11 +67,20 @@ class WorkerScheduler:
         """Wait for the thread that runs it."""
         transfer.wait_until_run()
 
-    def close(self) -> None:
-        """Wait for all copies and end the threads."""
+    def close(self, then: Callable[[], None] | None = None) -> None:
+        """Wait for all copies and end the threads; not for a copy that this very thread is amid."""
         with self._changed:
             self._is_closed = True
+            if threading.get_ident() in self._running:
+                self._at_end += [] if then is None else [then]
+                return
             self._changed.wait_for(lambda: not self._num_blockers)
+        self._end()
+        if then is not None:
+            then()
+
+    def _end(self) -> None:
+        """End the threads."""
         for pool in (self._memory, self._reads, self._writes):
             # no join: the collector may call this from a thread that holds locks of ``threading``
             pool.shutdown(wait=False)
@@ -87,10 +100,16 @@ class WorkerScheduler:
 
     def _run(self, transfer: Transfer) -> None:
         """Run a copy, then start those that waited for it alone."""
-        transfer.run()
-        ready = []
+        self._running.add(threading.get_ident())
+        try:
+            transfer.run()
+        finally:
+            self._running.discard(threading.get_ident())
+        ready, at_end = [], []
         with self._changed:
             del self._num_blockers[transfer]
+            if not self._num_blockers:
+                at_end, self._at_end = self._at_end, []
             for follower in self._followers.pop(transfer, []):
                 self._num_blockers[follower] -= 1
                 if not self._num_blockers[follower]:
@@ -98,3 +117,7 @@ class WorkerScheduler:
             self._changed.notify_all()
         for follower in ready:
             self._start(follower)
+        if at_end:
+            self._end()
+            for then in at_end:
+                then()

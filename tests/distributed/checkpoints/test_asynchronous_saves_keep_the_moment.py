@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +14,13 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.runtime.managed import record_of
-from tests.kit.checkpoints import Job, train, whole_state
+from tests.kit.checkpoints import Job, exact_values, train, whole_state
 from tests.kit.faults import FAILURES, fail, watched
 from tests.kit.oracle import assert_bit_equal
 from tests.kit.pair import assert_same_state
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
 
@@ -81,6 +84,36 @@ def test_a_second_save_waits_or_is_refused_as_asked(tmp_path: Path) -> None:
         sw.save(tmp_path / "c", model, optimizer)
         assert second.is_done
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b", "c"]
+
+
+@pytest.mark.world_size(1, timeout_s=60)
+@pytest.mark.parametrize("call", ["wait", "save", "load"])
+def test_an_interrupted_wait_leaves_the_save_alone(call: str, tmp_path: Path) -> None:
+    """Ctrl-C ends the wait for a save, which still writes what was copied for it."""
+    model, optimizer = _start(2, 1)
+    sw.save(tmp_path / "before", model, optimizer)
+    gate = _Gate()
+    with watched(gate.act):
+        first = sw.save(tmp_path / "a", model, optimizer, async_=True)
+        assert first is not None
+        expected = exact_values(model, optimizer)
+        calls: dict[str, Callable[[], object]] = {
+            "wait": first.wait,
+            "save": lambda: sw.save(tmp_path / "b", model, optimizer, async_=True),
+            "load": lambda: sw.load(tmp_path / "before", model, optimizer),
+        }
+        threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
+        with pytest.raises(KeyboardInterrupt):
+            calls[call]()
+        assert not first.is_done
+        train(model, optimizer, 1)
+        gate.open()
+        last = sw.save(tmp_path / "c", model, optimizer, async_=True)
+        assert last is not None
+        last.wait()
+    other, its_optimizer = _start(2, 2)
+    sw.load(tmp_path / "a", other, its_optimizer)
+    assert_bit_equal(exact_values(other, its_optimizer), expected)
 
 
 @pytest.mark.world_size(1, 2, timeout_s=60)

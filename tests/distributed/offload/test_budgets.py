@@ -305,12 +305,41 @@ def test_whole_parameters_are_refused_where_they_do_not_fit() -> None:
         assert_bit_equal(own, {key: expected[key] for key in own})
     size = asked_bytes(refusal.value, "accelerator")
     model, optimizer = build(budget=sw.Budget(accelerator=size))
-    train(model, optimizer, samples=1)
+    train(model, optimizer)
     with whole(model):
         pass
-    model, optimizer = build(budget=sw.Budget(accelerator=size - 1))
-    with pytest.raises(sw.BudgetError, match=f"to {size} bytes"), whole(model):
-        pass
+
+
+class WithMask(nn.Module):
+    """Holds more than what is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = model_of()
+        self.register_buffer("mask", torch.zeros(40_000))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x) + self.mask[0]
+
+
+@pytest.mark.world_size(2)
+@pytest.mark.parametrize("is_amid_pass", [False, True])
+def test_whole_parameters_need_room_beside_all_that_is_held(is_amid_pass) -> None:
+    size = smallest() + 4 * 40_000
+    for _ in range(3):
+        budget = sw.AdaptiveOffload(sw.Budget(accelerator=size))
+        model = sw.shard(WithMask(), units=[nn.Linear], chunk_bytes=CHUNK_BYTES, offload=budget)
+        train(model, sw.ShardedOptimizer(torch.optim.SGD(model.parameters())))
+        output = model(torch.randn(2 * SAMPLES, WIDTH)) if is_amid_pass else None
+        try:
+            with whole(model):
+                pass
+        except sw.BudgetError as error:
+            size = asked_bytes(error, "accelerator")
+        else:
+            return
+        del output
+    raise AssertionError("what a refusal asks for does not do")
 
 
 @contextmanager

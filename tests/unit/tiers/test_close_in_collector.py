@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
 
 from shardwise.tiers import open_tiers
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 def test_close_takes_no_lock_of_starting_threads() -> None:
@@ -30,3 +37,45 @@ def test_close_takes_no_lock_of_starting_threads() -> None:
     with lock:
         closing.set()
         assert is_closed.wait(timeout=10)
+
+
+class Owner:
+    """Is garbage that only the collector finds."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
+def test_a_thread_that_copies_does_not_wait_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiers go while one of their copies runs, and the collector happens to run on its thread."""
+    tiers = open_tiers(torch.device("cpu"))
+    source, target = (tiers.host.allocate(4, torch.float32) for _ in range(2))
+    source.tensor.zero_()
+    owner, is_garbage = Owner(), threading.Event()
+    finalizer = weakref.finalize(owner, tiers.close)
+    real = type(tiers.host).open_pieces
+
+    @contextmanager
+    def open_pieces(*arguments) -> Iterator[object]:
+        is_garbage.wait(10)
+        gc.collect()
+        with real(*arguments) as pieces:
+            yield pieces
+
+    monkeypatch.setattr(type(tiers.host), "open_pieces", open_pieces)
+    transfer = tiers.copy(source, target)
+    gc.disable()
+    try:
+        del owner
+        is_garbage.set()
+        has_run = threading.Event()
+        threading.Thread(target=lambda: (transfer.wait(), has_run.set()), daemon=True).start()
+        assert has_run.wait(10)
+    finally:
+        gc.enable()
+    assert not finalizer.alive
+    for _ in range(1000):  # the thread ends the tiers after it has told of its copy
+        if tiers.host.allocated_bytes == 0:
+            break
+        threading.Event().wait(0.01)
+    assert tiers.host.allocated_bytes == 0

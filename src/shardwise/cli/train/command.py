@@ -39,11 +39,11 @@ from shardwise.cli.train.metrics import METRICS_NAME, MetricsFile
 from shardwise.cli.train.parity import ParityResult, compare, comparisons
 from shardwise.cli.train.peak import peak_bytes, reset_peak
 from shardwise.cli.train.progress import TrainingProgress
-from shardwise.cli.train.ranks import Ranks, check_device
+from shardwise.cli.train.ranks import Ranks, check_device, is_of_lost_rank
 from shardwise.cli.train.sample import Sample, write_sample
 from shardwise.cli.train.settings import to_toml
 from shardwise.cli.train.table import CATEGORIES, ELSEWHERE, MemoryRow, memory_rows, memory_table
-from shardwise.errors import BudgetError, CheckpointError, ConfigurationError
+from shardwise.errors import ConfigurationError
 from shardwise.options import AdaptiveOffload
 from shardwise.report import closed_form
 
@@ -82,13 +82,12 @@ def run(config: TrainConfig) -> int:
             code = _run(prepared)
             prepared.ranks.leave()
         except RuntimeError as error:
-            is_refusal = isinstance(error, (BudgetError, CheckpointError, ConfigurationError))
-            if is_refusal or stop.signal != signal.SIGTERM:
+            if stop.signal != signal.SIGTERM or not is_of_lost_rank(error):
                 raise
             # sent because a rank is gone, more often than not: no step ends without it
             sys.stderr.write(
                 f"shardwise train: rank {prepared.ranks.rank} ended by SIGTERM in a step that it "
-                f"could not finish: {str(error).splitlines()[0]}\n"
+                f"could not finish: {error}\n"
             )
             code = exit_code(stop.signal)
         return code

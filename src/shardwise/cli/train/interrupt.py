@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 _SIGNALS: Final = (signal.SIGINT, signal.SIGTERM)
 
 LAUNCHER: Final = "SHARDWISE_LAUNCHER"
-"""Environment variable: process that started this one and waits for it."""
+"""Environment variable: process that started this one and waits for it, and the run's id."""
+_RUN_ID: Final = "TORCHELASTIC_RUN_ID"
 _SET_DEATH_SIGNAL: Final = 1
 """PR_SET_PDEATHSIG of prctl(2)."""
 
 
 def end_with_launcher() -> None:
     """Have SIGTERM sent to this process when its launcher ends, even if that was killed (Linux)."""
-    launcher = os.environ.get(LAUNCHER)
-    if launcher is None or sys.platform != "linux":
+    launcher, _, run_id = os.environ.pop(LAUNCHER, "").partition(" ")  # not for our own children
+    if not launcher or run_id != os.environ.get(_RUN_ID) or sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGTERM)
     if os.getppid() != int(launcher):  # it was gone before
@@ -47,8 +48,9 @@ def name_of(number: int) -> str:
 class StopRequest:
     """Remembers SIGINT and SIGTERM while it is entered.
 
-    A second SIGINT ends the process the usual way. A second SIGTERM says nothing new: some
-    schedulers send it to launcher and ranks alike, and the launcher passes it on.
+    A second SIGINT ends the process the usual way, and so does SIGTERM after SIGINT: a launcher
+    answers a second Ctrl-C with it. SIGTERM after SIGTERM says nothing new: some schedulers send it
+    to launcher and ranks alike, and the launcher passes it on.
 
     Example:
         >>> with StopRequest() as stop:
@@ -84,5 +86,7 @@ class StopRequest:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         """Note the wish; the next SIGINT raises KeyboardInterrupt."""
         del frame
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self.signal = self.signal or number
         signal.signal(signal.SIGINT, signal.default_int_handler)

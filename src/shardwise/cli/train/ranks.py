@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import ConfigurationError, mismatch
+from shardwise.errors import ConfigurationError, DivergenceError, mismatch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -106,6 +106,12 @@ def check_device(choice: str) -> None:
             fix="drop it, or install a torch build that knows the device",
         )
     )
+
+
+def is_of_lost_rank(error: RuntimeError) -> bool:
+    """Return whether a communication failed, as it does once another rank has ended."""
+    is_named = isinstance(error, (DivergenceError, dist.DistError))
+    return is_named or "by peer" in str(error)  # gloo knows no type of its own
 
 
 def num_cores() -> int:
