@@ -63,7 +63,8 @@ class MemoryReport:
     homes: Mapping[str, int]
     """Bytes of parameters, gradients and state in each tier now, without activations."""
     moments: tuple[MomentUse, ...]
-    """The last step, in order; empty before it has ended, and where nothing is recorded."""
+    """The last step, in order (of a very long one the last 65,536); empty before it has ended, and
+    where nothing is recorded."""
 
     def __str__(self) -> str:
         """Return a table of the tiers and a line on activations."""
