@@ -7,6 +7,7 @@ view of it. While a slice is on disk, pieces and state are stand-ins: the right 
 
 from __future__ import annotations
 
+import logging
 import weakref
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
     PieceOf = Callable[[ManagedParameter], nn.Parameter | None]
 
+logger = logging.getLogger(__name__)
+
 
 class RestingState:
     """Points pieces and their state at slices that come and go."""
@@ -42,7 +45,9 @@ class RestingState:
         """Which entries of a piece's state are views of which slice."""
         self._made: list[tuple[StateSlices, str]] = []
         weakref.finalize(self, _give_back, self._made).atexit = False
-        self._foretold: dict[tuple[str, torch.dtype, bool], dict[str, torch.dtype]] = {}
+        self._foretold: dict[tuple[str, torch.dtype, tuple[int, ...]], dict[str, torch.dtype]] = {}
+        self._unplaced: dict[Chunk, dict[str, torch.dtype]] = {}
+        """Slices that state nobody could foretell had no room for; it lies where it was made."""
 
     def reserve(
         self, groups: Sequence[Sequence[ManagedParameter]], engines: Sequence[Engine]
@@ -92,8 +97,11 @@ class RestingState:
     def expected(
         self, groups: Sequence[Sequence[ManagedParameter]]
     ) -> dict[Chunk, dict[str, torch.dtype]]:
-        """Return the slices of state that can be foretold, there or not: equal on all ranks."""
-        found: dict[Chunk, dict[str, torch.dtype]] = {}
+        """Return the slices of state that can be foretold, there or not, and that had no room.
+
+        The former are equal on all ranks.
+        """
+        found = {chunk: dict(slices) for chunk, slices in self._unplaced.items()}
         for group, records in zip(self._optimizer.param_groups, groups, strict=True):
             for record in records:
                 slices = found.setdefault(record.chunk, {})
@@ -106,10 +114,11 @@ class RestingState:
         if record.chunk.own.state is None or not record.parameter.requires_grad:
             return {}
         options = {name: value for name, value in group.items() if name != "params"}
-        dtype, is_matrix = record.chunk.own.update_dtype, is_whole_atom(record)
-        key = (str(options), dtype, is_matrix)
+        dtype = record.chunk.own.update_dtype
+        shape = _shape_of_probe(tuple(record.parameter.shape) if is_whole_atom(record) else (2,))
+        key = (str(options), dtype, shape)
         if key not in self._foretold:
-            self._foretold[key] = foretell(type(self._optimizer), options, dtype, is_matrix)
+            self._foretold[key] = foretell(type(self._optimizer), options, dtype, shape)
         return self._foretold[key]
 
     @contextmanager
@@ -202,14 +211,20 @@ class RestingState:
                     del self._away[record][name]
 
     def _adopt(self, chunk: Chunk, slices: StateSlices) -> None:
-        """Move new state tensors that are cut like their piece into slices."""
+        """Move new state tensors that are cut like their piece into slices.
+
+        The update that made them is over and cannot be refused any more: those that have no room
+        stay in memory, and the next plan counts with them.
+        """
+        self._unplaced.pop(chunk, None)
         for record, piece in self._pieces(chunk):
             state = self._optimizer.state.get(piece, {})
             for name, value in list(state.items()):
                 if not isinstance(value, torch.Tensor) or value.shape != piece.shape:
                     continue
                 key = self._key_of(name, value.dtype)
-                self._add(slices, key, value.dtype)
+                if not self._make_room(chunk, slices, key, value.dtype):
+                    continue
                 place = shape_piece(record, slices[key])
                 if value.untyped_storage()._cdata != place.untyped_storage()._cdata:
                     assert value.numel() < 2 or 0 not in value.stride(), "a stand-in has no values"
@@ -240,6 +255,16 @@ class RestingState:
         """Return the name of the slice of one kind of state of this optimizer."""
         return f"{id(self):x} {name} {str(dtype).removeprefix('torch.')}"
 
+    def _make_room(self, chunk: Chunk, slices: StateSlices, key: str, dtype: torch.dtype) -> bool:
+        """Make a slice for state that is there already; return False where there is no room."""
+        try:
+            self._add(slices, key, dtype)
+        except BudgetError as error:
+            logger.warning("new optimizer state stays in memory until a later step: %s", error)
+            self._unplaced.setdefault(chunk, {})[key] = dtype
+            return False
+        return True
+
     def _add(self, slices: StateSlices, key: str, dtype: torch.dtype) -> bool:
         """Make a slice where there is none of that name; return whether there was none."""
         if key in slices:
@@ -260,7 +285,7 @@ def foretell(
     kind: type[torch.optim.Optimizer],
     options: dict[str, Any],
     dtype: torch.dtype,
-    is_matrix: bool,
+    shape: tuple[int, ...],
 ) -> dict[str, torch.dtype]:
     """Return the state of one parameter after a step that is tried on a tiny one.
 
@@ -268,14 +293,14 @@ def foretell(
         kind: Class of the optimizer.
         options: Of the parameter's group.
         dtype: Of the parameter.
-        is_matrix: It is updated as a whole.
+        shape: Of the tiny one.
 
     Returns:
         The state tensors shaped like their parameter; none where the class cannot be tried.
     """
     if known_as(kind) not in STATE_PER_PARAMETER:
         return {}
-    probe = torch.nn.Parameter(torch.zeros((2, 2) if is_matrix else 2, dtype=dtype))
+    probe = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
     probe.grad = torch.zeros_like(probe)
     try:
         make: Any = kind
@@ -289,6 +314,11 @@ def foretell(
         for name, value in state.items()
         if isinstance(value, torch.Tensor) and value.shape == probe.shape
     }
+
+
+def _shape_of_probe(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a tiny shape for which state is cut alike: 0 and 1 stay, other sizes differ."""
+    return tuple(size if size < 2 else 2 + axis for axis, size in enumerate(shape))
 
 
 def stand_in(record: ManagedParameter, dtype: torch.dtype) -> torch.Tensor:

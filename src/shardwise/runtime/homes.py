@@ -130,6 +130,17 @@ class Plan:
         return self.working(index) is self.state(index)
 
 
+def room_for_two(shapes: Sequence[ChunkShape], tier: Tier) -> int:
+    """Return what a tier must hold while chunks are packed anew: all slices, old ones and new."""
+    total_bytes = 0
+    for shape in shapes:
+        dtypes = [shape.param_dtype] if shape.is_sliced else []
+        if shape.is_trainable:
+            dtypes.append(torch.float32 if shape.has_master else shape.param_dtype)
+        total_bytes += sum(tier.footprint_bytes(shape.slice_numel, dtype) for dtype in dtypes)
+    return 2 * total_bytes
+
+
 class Homes:
     """Room in the tiers for the slices of chunks: masters and working slices at once."""
 

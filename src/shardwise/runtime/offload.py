@@ -11,7 +11,7 @@ from shardwise.residency import Tier as TierName
 from shardwise.runtime.adaptation import Adaptation
 from shardwise.runtime.agreement import raise_together
 from shardwise.runtime.dry import is_dry_run
-from shardwise.runtime.homes import Homes, Plan
+from shardwise.runtime.homes import Homes, Plan, room_for_two
 from shardwise.runtime.limits import agree_on_limits, own_limits
 from shardwise.runtime.mover import Mover
 from shardwise.runtime.topology import PARAMETER_STAGE
@@ -20,6 +20,7 @@ from shardwise.tiers import (
     Copier,
     DiskOptions,
     HostTier,
+    Tier,
     Tiers,
     WorkerScheduler,
     open_tiers,
@@ -68,11 +69,15 @@ class Offload:
         """
         if self.adaptation is not None:
             self.adaptation.limits = agree_on_limits(self.adaptation.limits, topology)
-        homes, error = None, None
+        homes, plan, error = None, None, None
+        is_anew = any(tier.allocated_bytes for tier in self._limited_tiers())
         try:
-            homes = Homes(self.mover, self._plan(shapes))
+            plan = self._plan(shapes)
+            homes = Homes(self.mover, plan)
         except BudgetError as refusal:
             error = refusal
+            if is_anew and plan is not None:
+                error = self._refusal_anew(shapes)
         try:
             raise_together(error, topology)
         except BudgetError:
@@ -83,6 +88,26 @@ class Offload:
         if self.adaptation is not None:
             self.adaptation.adopt(homes.plan)
         return homes
+
+    def _limited_tiers(self) -> list[Tier]:
+        """Return the tiers off the accelerator that have a limit."""
+        tiers = (self.mover.tiers.host, self.mover.tiers.disk)
+        return [tier for tier in tiers if tier is not None and tier.budget_bytes is not None]
+
+    def _refusal_anew(self, shapes: Sequence[ChunkShape]) -> BudgetError:
+        """Return the error for chunks whose earlier slices are still there."""
+        tier = self._limited_tiers()[0]
+        need_bytes = room_for_two(shapes, tier)
+        return BudgetError(
+            mismatch(
+                f"the {tier.name} tier",
+                expected=f"at least {need_bytes} bytes",
+                got=f"a limit of {tier.budget_bytes} bytes",
+                where="an optimizer that needs whole parameters packs the model anew, and old and "
+                "new slices are there for a moment",
+                fix=f"raise Budget.{tier.name} to {need_bytes} bytes",
+            )
+        )
 
     def _plan(self, shapes: Sequence[ChunkShape]) -> Plan:
         """Return what the choice means for some chunks."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.errors import BudgetError
 from shardwise.runtime.mover import Write
 from shardwise.tiers import Lane
 
@@ -134,7 +135,11 @@ class StateSlices:
         if self.is_in_memory:
             entry.home.tensor.zero_()
         elif self._depth:
-            self._bring(entry)
+            try:
+                self._bring(entry)
+            except BudgetError:
+                _free(self._slices.pop(name))
+                raise
 
     def remove(self, name: str) -> None:
         """Give the room of a slice back, if there is one of that name."""

@@ -336,3 +336,75 @@ def test_what_a_refusal_asks_for_works_in_pages_and_sectors(
     smallest("host", run, accelerator=accelerator)
     host = smallest("host", run, accelerator=accelerator, disk_path=tmp_path)
     smallest("disk", run, accelerator=accelerator, host=host, disk_path=tmp_path)
+
+
+class Remembering(torch.optim.Optimizer):
+    """A user's optimizer, whose state nobody can foretell."""
+
+    def __init__(self, parameters, *, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    memory = state.setdefault("memory", torch.zeros_like(parameter))
+                    memory.mul_(0.5).add_(parameter.grad)
+                    parameter.sub_(memory, alpha=group["lr"])
+
+
+def refused_until_it_trains(make, *, num_steps: int, limits: dict[str, int]) -> list[str]:
+    """Do what refusals say; a refused step must leave what the steps before it have made."""
+    refusals: list[str] = []
+    plain, its_optimizer = build(make=make)
+    expected = [parameters(plain)]
+    for step in range(num_steps):
+        backward(plain, its_optimizer, step=step)
+        its_optimizer.step()
+        its_optimizer.zero_grad()
+        expected.append(parameters(plain))
+    while len(refusals) < 6:
+        where, done, model = "shard", 0, None
+        try:
+            model, optimizer = build(make=make, budget=sw.Budget(**limits))
+            for done in range(num_steps):
+                where = f"step {done}"
+                backward(model, optimizer, step=done)
+                optimizer.step()
+                optimizer.zero_grad()
+        except sw.BudgetError as error:
+            refusals.append(where)
+            if model is not None:
+                assert_bit_equal(parameters(model), expected[done])
+            tier = next(name for name in limits if f"Budget.{name} to" in str(error))
+            limits[tier] = asked_bytes(error, tier)
+        else:
+            assert_bit_equal(parameters(model), expected[-1])
+            host = tiers_of(model).host
+            assert host.peak_bytes <= limits["host"]
+            return refusals
+    raise AssertionError(f"refused for ever: {refusals}")
+
+
+@pytest.mark.world_size(1, 2)
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, torch.optim.Muon, torch.optim.AdamW])
+def test_no_update_is_refused_when_it_has_begun(make) -> None:
+    """Adafactor keeps another state for vectors than for matrices; both are foretold."""
+    limits = {"accelerator": 4 * CHUNK_BYTES, "host": 1}
+    if make is torch.optim.Muon:
+        make = muon_of_matrices
+    refusals = refused_until_it_trains(make, num_steps=3, limits=limits)
+    assert set(refusals) <= {"shard", "step 0"}
+
+
+def muon_of_matrices(trained, *, lr: float) -> torch.optim.Optimizer:
+    return torch.optim.Muon([p for p in trained if p.ndim == 2], lr=lr)
+
+
+@pytest.mark.world_size(1, 2)
+def test_state_that_nobody_could_foretell_is_refused_before_the_next_update() -> None:
+    limits = {"accelerator": 4 * CHUNK_BYTES, "host": 1}
+    refusals = refused_until_it_trains(Remembering, num_steps=3, limits=limits)
+    assert refusals[-1] == "step 1"

@@ -173,14 +173,14 @@ def test_backward_waits_for_no_value_of_a_chunk(stage: int) -> None:
             model, optimizer, _ = build(stage, num_layers, mixed_precision=half, offload=offload)
             train(model, optimizer)
             loss = model(torch.ones(2, WIDTH)).float().square().mean()
-            reads, end = Reads(), Reduction._end
+            reads, end = Reads(), Reduction.end
 
             def watched(*args: Any, reads: Reads = reads, end: Any = end) -> None:
                 with reads:  # a thread of its own ends reductions
                     end(*args)
 
             with pytest.MonkeyPatch.context() as patch, reads:
-                patch.setattr(Reduction, "_end", watched)
+                patch.setattr(Reduction, "end", watched)
                 optimizer.backward(loss)
             counts.append(reads.num_reads)
         assert counts[0] == counts[1] <= 3, (offload, counts)
