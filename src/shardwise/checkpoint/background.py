@@ -33,6 +33,8 @@ class PendingSave:
         self._future = future
         self.staged_bytes = staged_bytes
         """Bytes of this rank's copy of the state. The memory is kept for the next such save."""
+        self.is_told = False
+        """``wait`` has raised its error on this rank."""
 
     @property
     def is_done(self) -> bool:
@@ -47,6 +49,9 @@ class PendingSave:
         """
         try:
             self._future.result()
+        except Exception:
+            self.is_told = True
+            raise
         finally:  # an interrupt ends the wait, not the save
             if self.is_done:
                 _unfinished.discard(self)
@@ -87,9 +92,10 @@ class Background:
         """Wait for the save that is under way, or refuse to.
 
         Raises:
-            CheckpointError: On all ranks: it has failed, or it still runs on one and ``refuses``.
+            CheckpointError: On all ranks: it has failed, which some rank was not told of yet; or it
+                still runs on one and ``refuses``.
 
-        Collectives: one exchange with ``refuses``.
+        Collectives: one exchange with ``refuses``, and one where it has failed.
         """
         if self._pending is None:
             return
@@ -103,8 +109,12 @@ class Background:
                 )
             )
         pending = self._pending
+        was_told = pending.is_told
         try:
             pending.wait()
+        except Exception:
+            if not all(ranks.gather(was_told)):
+                raise
         finally:  # after an interrupt it still writes what is staged
             if pending.is_done:
                 self._pending = None

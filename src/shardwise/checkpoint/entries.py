@@ -110,11 +110,11 @@ def encode(name: str, value: object) -> bytes:
         CheckpointError: It holds something other than numbers, strings, tensors and containers.
     """
     stream = io.BytesIO()
-    torch.save(_plain(value), stream)
-    data = stream.getvalue()
     try:
+        torch.save(_plain(value), stream)
+        data = stream.getvalue()
         decode(name, data)
-    except CheckpointError as error:
+    except (CheckpointError, pickle.PicklingError, AttributeError, TypeError) as error:
         raise CheckpointError(
             mismatch(
                 f"{name!r}",

@@ -9,6 +9,7 @@ Source: safetensors, Format, 2022 (huggingface.co/docs/safetensors).
 from __future__ import annotations
 
 import json
+import re
 from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
@@ -28,7 +29,7 @@ from shardwise.errors import CheckpointError, mismatch
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
 _DTYPES = {
     torch.float64: "F64",
@@ -45,6 +46,7 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 _ALIGNMENT_BYTES = 8
+_OWN_NAME = re.compile(r"model(-\d{5,}-of-\d{5,})?\.safetensors(\.index\.json)?")
 MAX_SHARD_BYTES = 5 * 10**9
 """What Hugging Face writes by default."""
 
@@ -78,7 +80,7 @@ def export(
 
     Args:
         path: What ``save`` wrote. It is verified first.
-        out: A folder; other files in it are left alone.
+        out: A folder. What an earlier export has left there goes; other files are left alone.
         dtype: Cast floating-point tensors to this. None keeps the most exact values there are.
         max_shard_bytes: Largest file, unless one tensor is larger.
 
@@ -129,7 +131,16 @@ def export(
         }
         files.append(target / "model.safetensors.index.json")
         _write_file(files[-1], [json.dumps(index, indent=2).encode()])
+    _remove_earlier(target, files)
     return files
+
+
+def _remove_earlier(folder: Path, files: Sequence[Path]) -> None:
+    """Remove files of another export: readers take whichever kind they look for first."""
+    for file in list(folder.glob("model*.safetensors*")):
+        if file not in files and _OWN_NAME.fullmatch(file.name):
+            disk.remove_file(file)
+    disk.flush_folder(folder)
 
 
 def _weights(source: Source, dtype: torch.dtype | None) -> tuple[list[_Weight], dict[str, str]]:

@@ -112,6 +112,9 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     Args:
         directory: The parent of checkpoints that ``save`` wrote.
 
+    Raises:
+        CheckpointError: It is a checkpoint itself, or a file.
+
     Collectives: none; call it on every rank.
 
     Example:
@@ -119,7 +122,18 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
         >>> sw.latest("no/such/directory") is None
         True
     """
-    for folder, manifest in reversed(_find(Path(directory))):
+    parent = Path(directory)
+    if parent.is_file() or (parent / MANIFEST).exists():
+        got = "a file" if parent.is_file() else "one of them"
+        raise CheckpointError(
+            mismatch(
+                "latest",
+                expected="the directory that checkpoints are in",
+                got=f"{got}, {parent}",
+                fix="pass the directory above",
+            )
+        )
+    for folder, manifest in reversed(_find(parent)):
         try:
             for name, wanted in manifest.files.items():
                 check_file(folder / name, wanted)

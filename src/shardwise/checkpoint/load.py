@@ -189,7 +189,8 @@ def _refuse(problem: str | None, path: object) -> None:
                 f"checkpoint {path}",
                 expected="the names and shapes of the model and its optimizer",
                 got=problem,
-                fix="load it into what it was saved from, or pass strict=False for what matches",
+                fix="load it into what it was saved from; strict=False passes over names that only "
+                "one side has, not over shapes",
             )
         )
 

@@ -66,7 +66,8 @@ def save(
     Returns:
         None, or with ``async_`` what is under way: ``wait()`` returns when it is published,
         ``is_done`` asks, ``staged_bytes`` is the host memory held until then. An error is raised by
-        ``wait``, and by the next ``save`` or ``load``. Wait before the process group is destroyed.
+        ``wait``, and by the next ``save`` or ``load`` unless ``wait`` has told every rank. Wait
+        before the process group is destroyed.
 
     Raises:
         CheckpointError: On all ranks: gradients wait for a step, something cannot be saved, or the
@@ -88,7 +89,7 @@ def save(
     """
     state = TrainingState(model, optimizer)
     ranks = state.ranks
-    asked = ranks.exchange(partial(_read_arguments, state, keep_last, async_))
+    asked = ranks.exchange(partial(_read_arguments, state, extra, keep_last, async_))
     refuse_differences(asked)
     settle_all(state.engines, ranks, refuses=async_ == "refuse")
 
@@ -149,8 +150,14 @@ def _finish(writing: Writing, reports: list[FileReport], keep_last: int | None) 
         retain(parent, keep_last)
 
 
-def _read_arguments(state: TrainingState, keep_last: object, async_: object) -> dict[str, object]:
+def _read_arguments(
+    state: TrainingState, extra: object, keep_last: object, async_: object
+) -> dict[str, object]:
     """Return what all ranks must ask for alike, or refuse what cannot work."""
+    if not isinstance(extra, dict | None):
+        raise CheckpointError(
+            mismatch("extra", expected="a dict or None", got=type(extra).__name__, fix="pass one")
+        )
     if keep_last is not None and (type(keep_last) is not int or keep_last < 1):
         raise CheckpointError(
             mismatch(

@@ -143,6 +143,31 @@ def test_an_error_comes_back_at_the_next_call_on_all_ranks(call: str, tmp_path: 
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
+@pytest.mark.world_size(1, 2, timeout_s=60)
+@pytest.mark.parametrize("who", ["everyone", "the first"])
+def test_an_error_that_all_were_told_of_does_not_cost_the_next_save(who, tmp_path: Path) -> None:
+    """To save elsewhere is what one does after a full disk."""
+    model, optimizer = _start(2, 1)
+
+    def act(number: int, name: str, arguments: tuple) -> None:
+        if name == "write":
+            fail(FAILURES["disk-full"])
+
+    with watched(act):
+        pending = sw.save(tmp_path / "a", model, optimizer, async_=True)
+        assert pending is not None
+        while not all(_everywhere(pending.is_done)):
+            pass
+    if who == "everyone" or dist.get_rank() == 0:
+        with pytest.raises(sw.CheckpointError, match="No space left"):
+            pending.wait()
+    if who == "the first" and dist.get_world_size() > 1:  # the others still have to hear of it
+        with pytest.raises(sw.CheckpointError, match="No space left"):
+            sw.save(tmp_path / "b", model, optimizer)
+    sw.save(tmp_path / "b", model, optimizer)
+    assert sw.latest(tmp_path) == tmp_path / "b"
+
+
 def _everywhere(value: bool) -> list[bool]:
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)

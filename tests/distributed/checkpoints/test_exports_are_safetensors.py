@@ -122,3 +122,18 @@ def test_from_pretrained_reads_an_export_and_sharded_models_read_pretrained(
         back = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "out")
         assert_bit_equal(back.state_dict(), expected)
     dist.barrier()
+
+
+@pytest.mark.world_size(1, timeout_s=30)
+def test_an_export_takes_the_place_of_an_earlier_one(tmp_path: Path) -> None:
+    """A reader that finds files of both kinds takes those of one, old or new."""
+    expected, out = _saved(tmp_path), tmp_path / "out"
+    foreign = {"config.json", "model.safetensors.bak", "adapter_model.safetensors"}
+    out.mkdir()
+    for name in foreign:
+        (out / name).touch()
+    for max_shard_bytes in (10**9, 300, 1000, 10**9):
+        files = sw.export(tmp_path / "checkpoint", out, max_shard_bytes=max_shard_bytes)
+        assert {file.name for file in out.iterdir()} == {file.name for file in files} | foreign
+        found = [load_file(file) for file in files if file.suffix == ".safetensors"]
+        assert_bit_equal({n: v for one in found for n, v in one.items()}, expected)

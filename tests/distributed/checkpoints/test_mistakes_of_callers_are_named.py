@@ -74,3 +74,30 @@ def test_the_last_asynchronous_save_of_a_run_is_not_lost(tmp_path, model) -> Non
     )
     assert ended.returncode == 0, ended.stderr
     assert sw.latest(tmp_path) == path
+
+
+EXTRA = {
+    "list": [1, 2],
+    "int": 5,
+    "function": {"schedule": lambda step: step},
+    "iterator": {"data": iter([1])},
+}
+
+
+@pytest.mark.world_size(1, 2)
+@pytest.mark.parametrize("kind", EXTRA)
+def test_extra_that_cannot_be_saved_is_refused_on_all_ranks(kind, tmp_path) -> None:
+    model, optimizer = trained()
+    with pytest.raises(sw.CheckpointError, match="extra"):
+        sw.save(tmp_path / "checkpoint", model, optimizer, extra=EXTRA[kind])
+    assert not list(tmp_path.iterdir())
+    sw.save(tmp_path / "checkpoint", model, optimizer)
+
+
+@pytest.mark.world_size(1)
+def test_latest_wants_the_directory_above(tmp_path) -> None:
+    """None would let a script begin anew."""
+    sw.save(tmp_path / "step-1", *trained())
+    for path in (tmp_path / "step-1", tmp_path / "step-1" / "manifest.json"):
+        with pytest.raises(sw.CheckpointError, match="directory above"):
+            sw.latest(path)
