@@ -21,6 +21,7 @@ BUFFER_BYTES = 5 * 2**20
 """The writer's two blocks, and what Python itself needs."""
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
+_allocator = ctypes.CDLL(None)
 _MMAP_THRESHOLD = -3
 """Of mallopt: the bytes from which a piece of memory is mapped alone."""
 
@@ -30,19 +31,24 @@ def _resident_bytes(what: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+def _make_allocator_exact() -> None:
+    """Let the allocator take all that is large from the system, and give it back.
+
+    What it keeps of earlier calls would serve later ones unseen, and holes that small things have
+    settled in would count: so from the start.
+    """
+    _allocator.mallopt(_MMAP_THRESHOLD, 2**16)
+
+
 def _peak_bytes(action: Callable[[], object]) -> int:
     """Return by how much an action raises the memory of this process at its highest.
 
-    The allocator must take all that is large from the system and give it back: what it keeps of
-    earlier calls would serve this one unseen, and holes between tensors would count. The least of
-    three times, for other threads allocate as well.
+    The least of three times, for other threads allocate as well.
     """
-    allocator = ctypes.CDLL(None)
-    allocator.mallopt(_MMAP_THRESHOLD, 2**16)
     peaks = []
     for _ in range(3):
         gc.collect()
-        allocator.malloc_trim(0)
+        _allocator.malloc_trim(0)
         _RESET.write_text("5")
         before = _resident_bytes("VmRSS")
         action()
@@ -54,6 +60,7 @@ def _peak_bytes(action: Callable[[], object]) -> int:
 @pytest.mark.world_size(2, timeout_s=60)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_saving_and_loading_hold_two_chunks_at_most(stage: int, tmp_path: Path) -> None:
+    _make_allocator_exact()
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(24)])  # 24 MiB
     sw.shard(model, stage=stage, chunk_bytes=CHUNK_BYTES)
     optimizer = sw.ShardedOptimizer(torch.optim.AdamW(model.parameters(), fused=True))
@@ -107,6 +114,7 @@ def test_what_rests_on_disk_passes_through_the_host_chunk_by_chunk(
 @pytest.mark.skipif(not _RESET.exists(), reason="Linux alone tells the peak of one call")
 @pytest.mark.world_size(1, timeout_s=60)
 def test_an_export_holds_one_tensor_and_its_cast_at_most(tmp_path: Path) -> None:
+    _make_allocator_exact()
     model = nn.Sequential(*[nn.Linear(1024, 1024, bias=False) for _ in range(8)])  # 32 MiB
     largest_bytes = 4 * 2**20
     sw.save(tmp_path / "checkpoint", model)
