@@ -43,7 +43,7 @@ from shardwise.cli.train.ranks import Ranks, check_device, is_of_lost_rank
 from shardwise.cli.train.sample import Sample, write_sample
 from shardwise.cli.train.settings import to_toml
 from shardwise.cli.train.table import CATEGORIES, ELSEWHERE, MemoryRow, memory_rows, memory_table
-from shardwise.errors import ConfigurationError
+from shardwise.errors import BudgetError, ConfigurationError
 from shardwise.options import AdaptiveOffload
 from shardwise.report import closed_form
 
@@ -267,16 +267,20 @@ def _peaks(run: Run) -> list[int]:
 
 
 def _sample(run: Run, learner: Learner) -> Sample | None:
-    """Let the model write, if asked to; collective."""
+    """Let the model write, if asked to and if it fits the budget whole; collective."""
     if run.config.run.sample_bytes == 0:
         return None
-    return write_sample(
-        learner.model,
-        run.feed.corpus,
-        length=run.config.run.sample_bytes,
-        seed=run.config.run.seed,
-        is_writer=run.ranks.is_first,
-    )
+    try:
+        return write_sample(
+            learner.model,
+            run.feed.corpus,
+            length=run.config.run.sample_bytes,
+            seed=run.config.run.seed,
+            is_writer=run.ranks.is_first,
+        )
+    except BudgetError:  # on all ranks alike
+        run.console.print("no sample: the accelerator's budget has no room for the whole model")
+        return None
 
 
 def _report(run: Run, summary: summaries.Summary) -> None:
