@@ -41,3 +41,14 @@ def test_a_budget_that_cannot_work_is_one_line_with_the_number_that_would(tmp_pa
     code, _, errors = run([*command, "--accelerator-budget", "1MiB", "--offload-optimizer", "1"])
     assert code == 2
     assert "budgets or fractions" in errors
+
+
+def test_a_run_ends_well_though_the_whole_model_does_not_fit(tmp_path) -> None:
+    """The text that a model writes at the end takes all of its parameters."""
+    size = ("--model", "medium", "--batch", "1", "--sequence", "16", "--precision", "fp32")
+    command = [*PLAIN, "train", *size, "--data", str(make_text(tmp_path)), "--steps", "2"]
+    budgets = ("--stage", "3", "--accelerator-budget", "17MiB", "--ranks", "2")
+    code, output, errors = run([*command, *budgets])
+    assert code == 0, errors
+    assert "no sample" in output
+    assert "high-water mark" in output
