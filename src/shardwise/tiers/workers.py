@@ -99,17 +99,18 @@ class WorkerScheduler:
         return self._writes if transfer.target.tier.lane is Lane.FILE else self._reads
 
     def _run(self, transfer: Transfer) -> None:
-        """Run a copy, then start those that waited for it alone."""
-        self._running.add(threading.get_ident())
-        try:
-            transfer.run()
-        finally:
-            self._running.discard(threading.get_ident())
-        ready, at_end = [], []
+        """Run a copy, then start those that waited for it alone.
+
+        The collector may close the tiers on this thread at any moment in here; it must not wait for
+        what this thread has still to do.
+        """
+        thread = threading.get_ident()
+        is_outermost = thread not in self._running
+        self._running.add(thread)
+        transfer.run()
+        ready: list[Transfer] = []
         with self._changed:
             del self._num_blockers[transfer]
-            if not self._num_blockers:
-                at_end, self._at_end = self._at_end, []
             for follower in self._followers.pop(transfer, []):
                 self._num_blockers[follower] -= 1
                 if not self._num_blockers[follower]:
@@ -117,7 +118,17 @@ class WorkerScheduler:
             self._changed.notify_all()
         for follower in ready:
             self._start(follower)
+        if is_outermost:
+            self._leave(thread)
+
+    def _leave(self, thread: int) -> None:
+        """A thread is amid no copy any more; the last one does what ``close`` has left to it."""
+        at_end: list[Callable[[], None]] = []
+        with self._changed:
+            self._running.discard(thread)
+            if not self._num_blockers:
+                at_end, self._at_end = self._at_end, []
         if at_end:
             self._end()
-            for then in at_end:
-                then()
+        for then in at_end:
+            then()

@@ -20,19 +20,24 @@ from shardwise.runtime.own_slices import OwnSlices
 from tests.kit.pair import parameters
 
 
+def hold_up_the_last_rank(monkeypatch, module, name: str, *, duration_s: float) -> None:
+    """Let a function of a module begin later there, so that the others have to wait for it."""
+    is_late = dist.get_rank() == dist.get_world_size() - 1
+    real = getattr(module, name)
+
+    def begin_late(*arguments, **options):
+        if is_late:
+            time.sleep(duration_s)
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(module, name, begin_late)
+
+
 @pytest.mark.world_size(2, 3)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_ranks_still_communicate_after_a_model_is_gone(stage, monkeypatch) -> None:
     """Gloo reads a connection no more once a message comes that nobody waits for."""
-    is_late = dist.get_rank() == dist.get_world_size() - 1
-    real = values.publish
-
-    def publish_late(*arguments, **options):
-        if is_late:
-            time.sleep(0.3)
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(values, "publish", publish_late)
+    hold_up_the_last_rank(monkeypatch, values, "publish", duration_s=0.3)
     for _ in range(2):
         torch.manual_seed(0)
         model = sw.shard(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), stage=stage)
@@ -59,15 +64,7 @@ def test_ranks_still_communicate_after_a_model_is_gone(stage, monkeypatch) -> No
 )
 def test_ranks_still_communicate_after_a_failed_backward(offload, stage, monkeypatch) -> None:
     """The gradients that were on their way are received, though nobody wants them any more."""
-    is_late = dist.get_rank() == dist.get_world_size() - 1
-    real = reduction.ReduceScatter
-
-    def start_late(*arguments, **options):
-        if is_late:
-            time.sleep(0.5)
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(reduction, "ReduceScatter", start_late)
+    hold_up_the_last_rank(monkeypatch, reduction, "ReduceScatter", duration_s=0.5)
     for _ in range(2):
         torch.manual_seed(0)
         layers = [nn.Linear(64, 64) for _ in range(4)]

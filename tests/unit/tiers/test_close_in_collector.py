@@ -46,7 +46,19 @@ class Owner:
         self.own = self
 
 
-def test_a_thread_that_copies_does_not_wait_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+class Collecting(threading.Condition):
+    """Lets the collector run where a thread that copies is about to say that it has."""
+
+    def __enter__(self) -> bool:
+        if threading.current_thread().name.startswith("shardwise-memory-copies"):
+            gc.collect()
+        return super().__enter__()
+
+
+@pytest.mark.parametrize("moment", ["amid the copy", "behind it"])
+def test_a_thread_that_copies_does_not_wait_for_itself(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Tiers go while one of their copies runs, and the collector happens to run on its thread."""
     tiers = open_tiers(torch.device("cpu"))
     source, target = (tiers.host.allocate(4, torch.float32) for _ in range(2))
@@ -58,11 +70,14 @@ def test_a_thread_that_copies_does_not_wait_for_itself(monkeypatch: pytest.Monke
     @contextmanager
     def open_pieces(*arguments) -> Iterator[object]:
         is_garbage.wait(10)
-        gc.collect()
+        if moment == "amid the copy":
+            gc.collect()
         with real(*arguments) as pieces:
             yield pieces
 
     monkeypatch.setattr(type(tiers.host), "open_pieces", open_pieces)
+    if moment == "behind it":
+        monkeypatch.setattr(tiers._copier._scheduler, "_changed", Collecting())
     transfer = tiers.copy(source, target)
     gc.disable()
     try:
@@ -73,9 +88,9 @@ def test_a_thread_that_copies_does_not_wait_for_itself(monkeypatch: pytest.Monke
         assert has_run.wait(10)
     finally:
         gc.enable()
-    assert not finalizer.alive
     for _ in range(1000):  # the thread ends the tiers after it has told of its copy
         if tiers.host.allocated_bytes == 0:
             break
         threading.Event().wait(0.01)
     assert tiers.host.allocated_bytes == 0
+    assert not finalizer.alive
